@@ -1,0 +1,1 @@
+"""Trace estimators, one file each."""

@@ -1,0 +1,54 @@
+from typing import ClassVar
+
+import lineax as lx
+
+from .._operator.diagonal import diagonal_cost
+from .base import AbstractTraceEstimator
+from .exact import ExactTraceEstimator
+from .hutchinson import HutchinsonEstimator
+from .xnystrace import XNysTraceEstimator
+from .xtrace import XTraceEstimator
+
+
+def select_trace_estimator(
+    operator: lx.AbstractLinearOperator, k: int
+) -> AbstractTraceEstimator:
+    """The estimator that [`traceax.AutoTraceEstimator`][] uses for `operator` and `k`.
+
+    1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the exact trace;
+    2. [`traceax.XNysTraceEstimator`][] where the operator is tagged positive or negative
+       semidefinite;
+    3. [`traceax.XTraceEstimator`][] for any other operator;
+    4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
+
+    **Arguments:**
+
+    - `operator`: a square `lineax` operator.
+    - `k`: the budget of matrix-vector products, a Python integer.
+
+    **Returns:**
+
+    An estimator with its default settings.
+    """
+    if diagonal_cost(operator) <= k:
+        return ExactTraceEstimator()
+    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+        return XNysTraceEstimator()
+    if k >= XTraceEstimator.min_matvecs:
+        return XTraceEstimator()
+    return HutchinsonEstimator()
+
+
+class AutoTraceEstimator(AbstractTraceEstimator):
+    """Picks an estimator from the operator's tags and the budget, before any product.
+
+    The choice is that of [`traceax.select_trace_estimator`][].
+    """
+
+    min_matvecs: ClassVar[int] = 1
+
+    def run(self, operator, k, key, execution):
+        return select_trace_estimator(operator, k).run(operator, k, key, execution)
+
+
+AutoTraceEstimator.__init__.__doc__ = "**Arguments:** none."

@@ -1,0 +1,34 @@
+from typing import ClassVar
+
+from .._exact import exact_trace
+from .._operator.diagonal import diagonal_cost
+from .base import AbstractTraceEstimator
+
+
+class ExactTraceEstimator(AbstractTraceEstimator):
+    """The trace itself, without randomness.
+
+    Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
+    operators, their sums and multiples) it is summed, and no product is made. Otherwise
+    `n` products with unit vectors, a block at a time: pass `k >= n`. `std_err` is 0.
+
+    Every estimator does this when its budget is `k >= n`.
+
+    **Raises:**
+
+    `ValueError` if `k` is smaller than the number of products needed.
+    """
+
+    min_matvecs: ClassVar[int] = 1
+
+    def run(self, operator, k, key, execution):
+        cost = diagonal_cost(operator)
+        if cost > k:
+            raise ValueError(
+                f"`ExactTraceEstimator` needs k={cost} matrix-vector products for this "
+                f"operator. Found k={k}. Raise `k`, or use `traceax.AutoTraceEstimator`."
+            )
+        return exact_trace(operator, execution)
+
+
+ExactTraceEstimator.__init__.__doc__ = "**Arguments:** none."

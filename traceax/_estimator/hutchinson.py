@@ -1,0 +1,46 @@
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._sampler import AbstractSampler, RademacherSampler
+from .base import AbstractStreamingEstimator
+
+
+class HutchinsonEstimator(AbstractStreamingEstimator):
+    r"""Girard-Hutchinson: the mean of $\omega_i^* A \omega_i$ over `k` probes.
+
+    Any square operator. Best for flat spectra, where nothing is to be deflated, and the
+    one to take where memory allows for no basis: the error falls as $1/\sqrt{k}$. For
+    symmetric $A$ and random signs the variance is
+    $2 (\|A\|_F^2 - \sum_i a_{ii}^2) / k$.
+
+    Cost: `k` products, one block of probes of memory.
+
+    ??? cite
+
+        ```bibtex
+        @article{hutchinson1989stochastic,
+            author  = {Hutchinson, M. F.},
+            title   = {A Stochastic Estimator of the Trace of the Influence Matrix for
+                       {Laplacian} Smoothing Splines},
+            journal = {Communications in Statistics - Simulation and Computation},
+            volume  = {18},
+            number  = {3},
+            pages   = {1059--1076},
+            year    = {1989},
+        }
+        ```
+    """
+
+    sampler: AbstractSampler = eqx.field(default_factory=RademacherSampler)
+    min_matvecs: ClassVar[int] = 1
+
+    def sample(self, mv, probe):
+        return jnp.vdot(probe, mv(probe))
+
+
+HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+"""

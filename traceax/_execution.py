@@ -1,0 +1,61 @@
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, PyTree, Shaped
+
+from ._vectors import FlatOperator
+
+
+class AbstractExecution(eqx.Module):
+    """Where, and how many at a time, probe vectors meet the operator."""
+
+    @abc.abstractmethod
+    def map(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+    ) -> PyTree[Shaped[Array, "m ..."]]:
+        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked."""
+
+    def matmat(self, operator: FlatOperator, x: Array) -> Array:
+        """The operator applied to the columns of `x`, shape `(n, m)`."""
+        return self.map(FlatOperator.mv, operator, x.T).T
+
+
+class Local(AbstractExecution):
+    """Run on the devices where the operator's arrays are, a block of probes at a time.
+
+    The product is vectorised (`jax.vmap`) over a block, and blocks follow one another
+    in a compiled loop. Answers do not depend on the block size, beyond rounding.
+
+    **Attributes:**
+
+    - `block_size`: probe vectors per block. `None` takes `max(1, 2**20 // n)`, so that a
+        block holds about a million numbers: one vector at a time from n = 2**20 on,
+        large matrix-matrix products below n = 10,000.
+    """
+
+    block_size: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        size = self.block_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(
+                f"`block_size` must be a positive Python integer or None. Found {size!r}."
+            )
+
+    def map(self, fn, operator, xs):
+        count = jax.tree.leaves(xs)[0].shape[0]
+        block = self.block_size or max(1, 2**20 // max(operator.size, 1))
+        if block >= count:
+            return jax.vmap(lambda x: fn(operator, x))(xs)
+        return jax.lax.map(lambda x: fn(operator, x), xs, batch_size=block)
+
+
+Local.__init__.__doc__ = """**Arguments:**
+
+- `block_size`: probe vectors per block; see above.
+"""

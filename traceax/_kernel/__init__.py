@@ -1,0 +1,1 @@
+"""Numerics on flat arrays: knows no operator, key or mesh."""

@@ -1,0 +1,48 @@
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Real
+
+from .dense import eigh, thin_svd, thin_svd_gram
+
+
+class Nystrom(eqx.Module):
+    """The Nystrom approximation `B B*` of `A + shift I` (A positive semidefinite).
+
+    Made from the products `Y = A Q` with an orthonormal `Q`. With
+    `Q* (A + shift I) Q = U diag(h) U*` it is `B = (Y + shift Q) U diag(h)^(-1/2)`.
+
+    - `factor`: B.
+    - `whitener`: `diag(h)^(-1/2) U*`, which maps coordinates in `Q` to those of B.
+    - `shift`: a multiple of the roundoff of Y, for the stability of Algorithm 3 of Tropp,
+        Yurtsever, Udell and Cevher, NeurIPS 2017, arXiv:1706.05736.
+    - `semidefinite`: False where A was seen to have a negative eigenvalue.
+    """
+
+    factor: Inexact[Array, "n m"]
+    whitener: Inexact[Array, "m m"]
+    shift: Real[Array, ""]
+    semidefinite: Bool[Array, ""]
+
+
+def orthonormalise(
+    probes: Inexact[Array, "n m"],
+) -> tuple[Inexact[Array, "n m"], Real[Array, " m"], Inexact[Array, "m m"]]:
+    """The thin SVD of random probes, which are well conditioned unless m is near n."""
+    n, m = probes.shape
+    if 4 * m <= n:
+        return thin_svd_gram(probes)
+    return thin_svd(probes, float(jnp.finfo(probes.dtype).eps))
+
+
+def nystrom(
+    basis: Inexact[Array, "n m"], products: Inexact[Array, "n m"], eps: float
+) -> Nystrom:
+    """`basis` is Q (orthonormal or zero columns), `products` is A Q."""
+    size = jnp.linalg.norm(products)
+    shift = eps * jnp.where(size > 0, size, 1)
+    core = basis.conj().T @ products
+    values, vectors = eigh((core + core.conj().T) / 2)
+    semidefinite = values[0] >= -(eps**0.5) * size
+    root = jnp.sqrt(jnp.maximum(values, 0) + shift)
+    factor = (products + shift * basis) @ (vectors / root)
+    return Nystrom(factor, vectors.conj().T / root[:, None], shift, semidefinite)

@@ -1,0 +1,1 @@
+"""Functions that make `lineax` operators, or tell something of one."""

@@ -1,0 +1,29 @@
+import lineax as lx
+
+
+def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
+    """Products with the operator that `lineax.diagonal(operator)` makes: 0 where the
+    diagonal is stored, n where lineax would build the whole matrix from products."""
+    match operator:
+        case (
+            lx.MatrixLinearOperator()
+            | lx.PyTreeLinearOperator()
+            | lx.DiagonalLinearOperator()
+            | lx.IdentityLinearOperator()
+            | lx.TridiagonalLinearOperator()
+        ):
+            return 0
+        case (
+            lx.TaggedLinearOperator()
+            | lx.MulLinearOperator()
+            | lx.DivLinearOperator()
+            | lx.NegLinearOperator()
+        ):
+            return diagonal_cost(operator.operator)
+        case lx.AddLinearOperator():
+            costs = diagonal_cost(operator.operator1), diagonal_cost(operator.operator2)
+            return min(sum(costs), operator.in_size())
+        case lx.FunctionLinearOperator() | lx.JacobianLinearOperator():
+            return 1 if lx.is_diagonal(operator) else operator.in_size()
+        case _:
+            return operator.in_size()

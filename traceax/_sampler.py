@@ -1,0 +1,178 @@
+import abc
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
+
+
+class AbstractSampler(eqx.Module):
+    """A distribution of probe vectors $\\omega$ with $E[\\omega \\omega^*] = I$.
+
+    To write one, subclass, give `dtype` and `rotation_invariant`, and define `sample`,
+    which draws a single vector.
+
+    **Attributes:**
+
+    - `dtype`: of the samples; `None` (the default everywhere) follows the operator.
+    - `rotation_invariant`: whether $U \\omega$ is distributed as $\\omega$ for every
+        unitary (for real dtypes, orthogonal) $U$.
+    """
+
+    dtype: eqx.AbstractVar[DTypeLike | None]
+    rotation_invariant: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
+        """Draw one probe vector of shape `(n,)` and of the given dtype."""
+
+    def __call__(self, key: PRNGKeyArray, n: int, k: int) -> Num[Array, "n k"]:
+        """Draw `k` probe vectors. Column `i` depends on `key` and `i` alone.
+
+        **Arguments:**
+
+        - `key`: a JAX PRNG key.
+        - `n`: length of a vector.
+        - `k`: number of vectors.
+
+        **Returns:**
+
+        An array of shape `(n, k)`, of the sampler's dtype (JAX's default float where
+        that is `None`).
+        """
+        dtype = jnp.dtype(float) if self.dtype is None else self.dtype
+        return draw(self, key, jnp.arange(k), n, jax.dtypes.canonicalize_dtype(dtype))
+
+
+def draw(
+    sampler: AbstractSampler,
+    key: PRNGKeyArray,
+    indices: Array,
+    n: int,
+    dtype: DTypeLike,
+) -> Num[Array, "n k"]:
+    """Probes with the given global indices: probe `i` is drawn from `fold_in(key, i)`."""
+    return jax.vmap(
+        lambda index: sampler.sample(jr.fold_in(key, index), n, dtype), out_axes=1
+    )(indices)
+
+
+def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLike:
+    """The dtype in which to sample probes for an operator, or a `ValueError`."""
+    if sampler.dtype is None:
+        return operator_dtype
+    dtype = jax.dtypes.canonicalize_dtype(sampler.dtype)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    operator_complex = jnp.issubdtype(operator_dtype, jnp.complexfloating)
+    name = type(sampler).__name__
+    if is_complex and not operator_complex:
+        raise ValueError(
+            f"`{name}(dtype={dtype})` does not fit an operator of dtype "
+            f"{operator_dtype}: complex probes need a complex operator. Leave the "
+            "sampler's `dtype` unset to follow the operator."
+        )
+    if operator_complex and not is_complex and sampler.rotation_invariant:
+        raise ValueError(
+            f"`{name}(dtype={dtype})` does not fit an operator of dtype "
+            f"{operator_dtype}: real probes are not invariant under unitary maps. "
+            "Leave the sampler's `dtype` unset to follow the operator."
+        )
+    return dtype
+
+
+def check_resphering(sampler: AbstractSampler, improved: bool) -> None:
+    if improved and not sampler.rotation_invariant:
+        raise ValueError(
+            f"`improved=True` (resphering) needs a rotation-invariant `sampler`. Found "
+            f"`{type(sampler).__name__}`. Use `traceax.SphereSampler` or "
+            "`traceax.NormalSampler`, or pass `improved=False`."
+        )
+
+
+def _check_dtype(sampler: AbstractSampler, kind: type, words: str) -> None:
+    if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, kind):
+        raise ValueError(
+            f"`{type(sampler).__name__}` requires a {words} `dtype`. Found "
+            f"{sampler.dtype}. Leave it unset to follow the operator."
+        )
+
+
+class RademacherSampler(AbstractSampler):
+    """Random signs: each entry is +1 or -1 with equal probability.
+
+    Real signs also for complex operators. 32 signs are made from one random word.
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+    rotation_invariant: ClassVar[bool] = False
+
+    def __check_init__(self):
+        _check_dtype(self, jnp.number, "numeric")
+
+    def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
+        words = jr.bits(key, (-(-n // 32),), jnp.uint32)
+        bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        return (1 - 2 * bits.reshape(-1)[:n].astype(jnp.int8)).astype(dtype)
+
+
+class NormalSampler(AbstractSampler):
+    """Standard normal entries; for complex dtypes $E|x|^2 = 1$."""
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+    rotation_invariant: ClassVar[bool] = True
+
+    def __check_init__(self):
+        _check_dtype(self, jnp.inexact, "floating or complex")
+
+    def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
+        return jr.normal(key, (n,), dtype)
+
+
+class SphereSampler(AbstractSampler):
+    """Uniform on the real or complex sphere of radius $\\sqrt{n}$."""
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+    rotation_invariant: ClassVar[bool] = True
+
+    def __check_init__(self):
+        _check_dtype(self, jnp.inexact, "floating or complex")
+
+    def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
+        normal = jr.normal(key, (n,), dtype)
+        return normal * (n**0.5 / jnp.linalg.norm(normal)).astype(dtype)
+
+
+class SteinhausSampler(AbstractSampler):
+    """Random phases: each entry is uniform on the unit circle. Complex operators only.
+
+    For a Hermitian operator the variance is half that of random signs or less.
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+    rotation_invariant: ClassVar[bool] = False
+
+    def __check_init__(self):
+        _check_dtype(self, jnp.complexfloating, "complex")
+
+    def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
+        if not jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"`SteinhausSampler` draws complex phases, which do not fit the dtype "
+                f"{dtype}. Use `RademacherSampler` for a real operator."
+            )
+        angle = jr.uniform(key, (n,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
+        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+
+for _sampler, _default in (
+    (RademacherSampler, "`None`; integers are allowed too"),
+    (NormalSampler, "`None`"),
+    (SphereSampler, "`None`"),
+    (SteinhausSampler, "`None`"),
+):
+    _sampler.__init__.__doc__ = f"""**Arguments:**
+
+- `dtype`: dtype of the samples. Default is {_default}: the operator's dtype.
+"""

@@ -1,0 +1,93 @@
+from typing import Any
+
+import equinox as eqx
+import lineax as lx
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
+
+
+_nonfinite_msg = """
+A matrix-vector product, or the estimate made from it, was not finite (NaN or inf).
+
+Likely causes:
+
+(a) the operator's arrays hold NaN or inf: check them before the call; or
+
+(b) the operator's function overflows or divides by zero for the probe vectors, which
+    have entries of size one: try `operator.mv` on a vector of ones; or
+
+(c) the trace itself is too large for the dtype: scale the operator or use a wider one.
+""".strip()
+
+_not_semidefinite_msg = """
+The operator carries a positive (or negative) semidefinite tag, but its compression to
+the probe vectors has an eigenvalue of the wrong sign, beyond rounding.
+
+Likely causes:
+
+(a) the tag is wrong: use `traceax.XTraceEstimator`, which needs no tag; or
+
+(b) the operator is not Hermitian: a semidefinite operator must be; or
+
+(c) the products are less accurate than their dtype suggests (an inner iterative solve,
+    say): tighten their tolerance, or use `traceax.XTraceEstimator`.
+""".strip()
+
+
+class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
+    """How a call ended. The members of `lineax.RESULTS`, and:
+
+    - `nonfinite_product`: a product or the estimate was NaN or infinite.
+    - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
+
+    `RESULTS[solution.result]` is the message.
+    """
+
+    nonfinite_product = _nonfinite_msg
+    not_semidefinite = _not_semidefinite_msg
+
+
+class Estimate(eqx.Module):
+    """What an estimator hands back: one estimate per probe, and what follows from them.
+
+    - `value`: the estimate. The only field that carries derivatives.
+    - `std_err`: its standard error.
+    - `samples`: the per-sample estimates, of which `value` is the mean.
+    - `num_matvecs`: products with the operator, a Python integer.
+    - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
+    - `semidefinite`: False if the operator was seen not to be as it is tagged.
+    - `extra`: further entries for `Solution.stats`.
+    """
+
+    value: Inexact[Array, ""]
+    std_err: Real[Array, ""]
+    samples: Inexact[Array, " m"]
+    num_matvecs: int = eqx.field(static=True)
+    rounding: float = eqx.field(static=True)
+    semidefinite: Bool[Array, ""] | None = None
+    extra: dict[str, Array] = eqx.field(default_factory=dict)
+
+
+class Solution(eqx.Module):
+    """The answer of [`traceax.trace`][].
+
+    **Attributes:**
+
+    - `value`: the estimate, a scalar of the operator's dtype (float32 for operators in
+        bfloat16 or float16).
+    - `std_err`: the standard error of `value`, a real scalar in the same units. `inf`
+        where one sample leaves it unknown; 0 where the value is exact.
+    - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
+    - `stats`: a dictionary. `"num_matvecs"`: products with the operator; `"samples"`:
+        the per-sample estimates, shape `(m,)`, whose mean is `value`; `"std.err"`: the
+        standard error again, under the name that traceax 1.0 gave it. Estimators may
+        add entries of their own and document them.
+    - `state`: `None` for a run with a fixed budget.
+
+    Only `value` carries derivatives; those of the other fields are zero.
+    """
+
+    value: Inexact[Array, ""]
+    std_err: Real[Array, ""]
+    result: RESULTS
+    stats: dict[str, Any]
+    state: PyTree[Any]

@@ -1,0 +1,90 @@
+import itertools
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
+from jaxtyping import Array, Inexact
+
+
+class FlatOperator(eqx.Module):
+    """A square linear operator seen as a map of flat vectors of one dtype.
+
+    The product is traced once, when the object is made (after `lineax.linearise`, so
+    that what does not depend on the vector is computed once). Arrays that the operator
+    closes over are leaves here, so that derivatives with respect to them are seen.
+
+    - `size`: n.
+    - `dtype`: of the vectors in and out: the operator's, but at least float32.
+    - `precision`: the coarsest dtype that a product passes through.
+    """
+
+    fn: Callable[[Array], Array]
+    size: int = eqx.field(static=True)
+    dtype: jnp.dtype = eqx.field(static=True)
+    precision: jnp.dtype = eqx.field(static=True)
+
+    @property
+    def eps(self) -> float:
+        """Unit roundoff of the products."""
+        return float(jnp.finfo(self.precision).eps)
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return self.fn(vector)
+
+
+def check_square(operator: lx.AbstractLinearOperator) -> None:
+    """Raise unless the operator maps a space of real or of complex vectors to itself."""
+    structure_in, structure_out = operator.in_structure(), operator.out_structure()
+    shapes_in = [leaf.shape for leaf in tree_leaves(structure_in)]
+    shapes_out = [leaf.shape for leaf in tree_leaves(structure_out)]
+    same_tree = tree_structure(structure_in) == tree_structure(structure_out)
+    if not same_tree or shapes_in != shapes_out:
+        raise ValueError(
+            "`operator` must be square, with the same structure in and out. Found "
+            f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
+            f"in_structure()={structure_in} and out_structure()={structure_out}. "
+            "For a rectangular operator J take the trace of `J.T @ J`."
+        )
+    leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
+    found = {leaf.dtype for leaf in leaves}
+    kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in found}
+    if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in found):
+        raise TypeError(
+            "`operator` must map real vectors to real ones or complex vectors to "
+            f"complex ones. Found the dtypes {sorted(map(str, found))} in its "
+            "in_structure() and out_structure(). Cast the operator's arrays and its input structure to "
+            "one floating or complex dtype."
+        )
+
+
+def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:
+    """`dtype` and `precision` of [`FlatOperator`][]."""
+    structures = (operator.in_structure(), operator.out_structure())
+    found = [leaf.dtype for leaf in tree_leaves(structures)]
+    dtype = jnp.promote_types(jnp.result_type(*found), jnp.float32)
+    return dtype, max(found, key=lambda each: float(jnp.finfo(each).eps))
+
+
+def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
+    """The operator as a map of flat vectors: PyTrees are joined leaf after leaf."""
+    structure = operator.in_structure()
+    leaves = tree_leaves(structure)
+    splits = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]
+    dtype, precision = dtypes(operator)
+    linear = lx.linearise(operator)
+
+    def mv(vector):
+        pieces = [
+            piece.reshape(leaf.shape).astype(leaf.dtype)
+            for piece, leaf in zip(jnp.split(vector, splits), leaves, strict=True)
+        ]
+        product = linear.mv(tree_unflatten(tree_structure(structure), pieces))
+        parts = [part.reshape(-1).astype(dtype) for part in tree_leaves(product)]
+        return jnp.concatenate(parts)
+
+    size = operator.in_size()
+    fn = eqx.filter_closure_convert(mv, jax.ShapeDtypeStruct((size,), dtype))
+    return FlatOperator(fn, size, dtype, precision)
