@@ -1,6 +1,13 @@
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
+
+
+def sample_mean(samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
+    """The mean, without rounding error where all samples are equal."""
+    pivot = jax.lax.stop_gradient(samples[0])
+    return pivot + jnp.mean(samples - pivot)
 
 
 class Moments(eqx.Module):
@@ -18,7 +25,7 @@ class Moments(eqx.Module):
     @classmethod
     def of(cls, samples: Inexact[Array, " m"]) -> "Moments":
         count = samples.shape[0]
-        mean = jnp.mean(samples)
+        mean = sample_mean(samples)
         deviation = samples - mean
         largest = jnp.max(jnp.abs(deviation))
         unit = deviation / jnp.where(largest > 0, largest, 1)

@@ -3,13 +3,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._execution import AbstractExecution, Local
 from .._gradient import differentiate_by_frame, Frame
-from .._moments import Moments
+from .._moments import Moments, sample_mean
 from .._sampler import AbstractSampler, draw, probe_dtype
 from .._solution import Estimate
 from .._solve import solve
@@ -118,6 +119,7 @@ class Sketch(eqx.Module):
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
     - `num_matvecs`: columns that the operator was applied to.
+    - `scale`: what `samples`, `std_err` and `extra` are still to be multiplied by.
     - `semidefinite`: False if the operator was seen not to be positive semidefinite.
     - `extra`: entries for `Solution.stats`.
     """
@@ -126,6 +128,7 @@ class Sketch(eqx.Module):
     std_err: Real[Array, ""]
     frame: Frame
     num_matvecs: int = eqx.field(static=True)
+    scale: Real[Array, ""] | float = 1.0
     semidefinite: Bool[Array, ""] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
@@ -164,8 +167,8 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
         def evaluate(matmat, probes):
             sketch = self.sketch(matmat, probes, k, flat.eps)
-            value = jnp.mean(sketch.samples).astype(flat.dtype)
-            return value, sketch.frame, sketch
+            value = sketch.scale * sample_mean(sketch.samples)
+            return value.astype(flat.dtype), sketch.frame, sketch
 
         value, _, sketch = differentiate_by_frame(
             flat,
@@ -175,12 +178,12 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         )
         return Estimate(
             value=sign * value,
-            std_err=sketch.std_err,
-            samples=sign * sketch.samples,
+            std_err=sketch.scale * sketch.std_err,
+            samples=sign * sketch.scale * sketch.samples,
             num_matvecs=sketch.num_matvecs,
             rounding=_rounding(flat),
             semidefinite=sketch.semidefinite,
-            extra=sketch.extra,
+            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra),
         )
 
 

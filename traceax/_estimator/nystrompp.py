@@ -3,7 +3,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._kernel.dense import qr
+from .._kernel.dense import normalise, qr
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
@@ -49,17 +49,14 @@ class NystromPlusPlusEstimator(AbstractSketchEstimator):
         g = k - m
         basis, _, _ = orthonormalise(probes[:, :m])
         rest = probes[:, m:]
-        products = matmat(jnp.concatenate([basis, rest], axis=1))
-        scale = jnp.max(jnp.abs(products))
-        scale = jnp.where(scale > 0, scale, 1)
-        products = products / scale
+        products, scale = normalise(matmat(jnp.concatenate([basis, rest], axis=1)))
         approximation = nystrom(basis, products[:, :m], eps)
         inside = jnp.sum(jnp.abs(approximation.factor.conj().T @ rest) ** 2, axis=0)
         forms = jnp.sum(rest.conj() * products[:, m:], axis=0)
         norms = jnp.sum(jnp.abs(rest) ** 2, axis=0)
         # The approximation is one of A + shift I.
         samples = jnp.sum(jnp.abs(approximation.factor) ** 2) + forms - inside
-        samples = scale * (samples + approximation.shift * (norms - n))
+        samples = samples + approximation.shift * (norms - n)
         # The frame is that of Hutch++ on the same products.
         span, _ = qr(products[:, :m])
         outside = rest - span @ (span.conj().T @ rest)
@@ -70,6 +67,7 @@ class NystromPlusPlusEstimator(AbstractSketchEstimator):
             Moments.of(samples).std_err(),
             (left, right),
             num_matvecs=k,
+            scale=scale,
             semidefinite=approximation.semidefinite,
         )
 

@@ -3,7 +3,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._kernel.dense import thin_svd
+from .._kernel.dense import normalise, thin_svd
 from .._kernel.leave_one_out import (
     jackknife,
     leave_one_out,
@@ -66,23 +66,19 @@ class XNysTraceEstimator(AbstractSketchEstimator):
         basis, s, vh = orthonormalise(probes)
         loo = leave_one_out(s, vh)
         essential = loo.essential.astype(int)
-        products = matmat(basis)
-        scale = jnp.max(jnp.abs(products))
-        scale = jnp.where(scale > 0, scale, 1)
-        products = products / scale
+        products, scale = normalise(matmat(basis))
         approximation = nystrom(basis, products, eps)
 
         # In the coordinates of B, leaving probe i out projects off the unit vector p_i,
         # and outside the other probes' span A - A_i is the number 1 / weight_i.
         p = approximation.whitener @ loo.directions
         weight = jnp.sum(jnp.abs(p) ** 2, axis=0)
-        weight = jnp.where(weight > 0, weight, 1)
-        p = p / jnp.sqrt(weight)
+        rest = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+        p = p * jnp.sqrt(rest)
         gram = approximation.factor.conj().T @ approximation.factor
         form = p.conj().T @ gram @ p
         trace = jnp.trace(gram).real - approximation.shift * n
 
-        rest = jnp.where(loo.essential, 1 / weight, 0)
         c = (n - loo.rank + essential) if self.improved else loo.distance**2
         samples = trace - jnp.diagonal(form).real + c * rest
 
@@ -97,14 +93,15 @@ class XNysTraceEstimator(AbstractSketchEstimator):
         frame = leave_one_out_frame(probes, q, leave_one_out(s, vh), self.improved)
         moments = Moments.of(samples)
         return Sketch(
-            scale * samples,
-            scale * moments.std_err(sample_covariance(samples, without)),
+            samples,
+            moments.std_err(sample_covariance(samples, without)),
             frame,
             num_matvecs=k,
+            scale=scale,
             semidefinite=approximation.semidefinite,
             extra={
-                "jackknife_std_err": scale * jackknife(without),
-                "independent_std_err": scale * moments.independent_std_err,
+                "jackknife_std_err": jackknife(without),
+                "independent_std_err": moments.independent_std_err,
             },
         )
 

@@ -3,7 +3,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._kernel.dense import thin_svd
+from .._kernel.dense import normalise, thin_svd
 from .._kernel.leave_one_out import (
     jackknife,
     leave_one_out,
@@ -61,10 +61,8 @@ class XTraceEstimator(AbstractSketchEstimator):
 
     def sketch(self, matmat, probes, k, eps):
         n, m = probes.shape
-        products = matmat(probes)
-        scale = jnp.max(jnp.abs(products))
-        scale = jnp.where(scale > 0, scale, 1)
-        q, s, vh = thin_svd(products / scale, eps)
+        products, scale = normalise(matmat(probes))
+        q, s, vh = thin_svd(products, eps)
         loo = leave_one_out(s, vh)
         essential = loo.essential.astype(int)
         z = matmat(q) / scale
@@ -76,7 +74,7 @@ class XTraceEstimator(AbstractSketchEstimator):
         h, w = q.conj().T @ z, q.conj().T @ probes
         across = probes.conj().T @ z - w.conj().T @ h  # [j, :] = e_j* A Q
         back = r - h @ w  # [:, j] = Q* A e_j
-        outside = jnp.sum(probes.conj() * products, axis=0) / scale  # e_j* A e_j
+        outside = jnp.sum(probes.conj() * products, axis=0)  # e_j* A e_j
         outside = outside - jnp.sum(w.conj() * r + across.T * w, axis=0)
 
         directions = loo.directions
@@ -116,13 +114,14 @@ class XTraceEstimator(AbstractSketchEstimator):
 
         moments = Moments.of(samples)
         return Sketch(
-            scale * samples,
-            scale * moments.std_err(sample_covariance(samples, without)),
+            samples,
+            moments.std_err(sample_covariance(samples, without)),
             leave_one_out_frame(probes, q, loo, self.improved),
             num_matvecs=2 * m,
+            scale=scale,
             extra={
-                "jackknife_std_err": scale * jackknife(without),
-                "independent_std_err": scale * moments.independent_std_err,
+                "jackknife_std_err": jackknife(without),
+                "independent_std_err": moments.independent_std_err,
             },
         )
 

@@ -64,3 +64,10 @@ def thin_svd_gram(
     s = jnp.sqrt(jnp.where(values > cutoff, values, 0))
     q = x @ (vectors * jnp.where(s > 0, 1 / jnp.where(s > 0, s, 1), 0))
     return q, s, vectors.conj().T
+
+
+def normalise(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Real[Array, ""]]:
+    """`x / c` and `c`, with `c` the largest modulus in `x`, or 1 for a zero `x`."""
+    largest = jnp.max(jnp.abs(x))
+    scale = jnp.where(largest > 0, largest, 1)
+    return x / scale, scale

@@ -39,10 +39,13 @@ def nystrom(
 ) -> Nystrom:
     """`basis` is Q (orthonormal or zero columns), `products` is A Q."""
     size = jnp.linalg.norm(products)
-    shift = eps * jnp.where(size > 0, size, 1)
+    shift = eps * size
     core = basis.conj().T @ products
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = values[0] >= -(eps**0.5) * size
     root = jnp.sqrt(jnp.maximum(values, 0) + shift)
-    factor = (products + shift * basis) @ (vectors / root)
-    return Nystrom(factor, vectors.conj().T / root[:, None], shift, semidefinite)
+    whitener = (
+        (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
+    )
+    factor = (products + shift * basis) @ whitener.conj().T
+    return Nystrom(factor, whitener, shift, semidefinite)

@@ -14,7 +14,7 @@ _Point = TypeVar("_Point", bound=PyTree)
 def _jacobian(
     fn: Callable[[_Point], PyTree[Array]], x: _Point, tags: object = ()
 ) -> lx.JacobianLinearOperator:
-    """Jacobian of `fn` in the floating-point arrays of `x`; other leaves are constants."""
+    """Jacobian of `fn` in the floating-point arrays of `x`, the rest held constant."""
     params, static = eqx.partition(x, eqx.is_inexact_array)
     leaves = jax.tree.leaves(params)
     if not leaves or any(jnp.iscomplexobj(leaf) for leaf in leaves):
@@ -33,8 +33,8 @@ def _check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
     out = eqx.filter_eval_shape(fn, x)
     if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise TypeError(
-            f"`{name}` must return a real floating-point scalar, of shape (). Found {out}. "
-            "Reduce it, for example with `jnp.sum` or `jnp.mean`."
+            f"`{name}` must return a real floating-point scalar, of shape (). Found "
+            f"{out}. Reduce it, for example with `jnp.sum` or `jnp.mean`."
         )
 
 
