@@ -33,9 +33,8 @@ class Local(AbstractExecution):
 
     **Attributes:**
 
-    - `block_size`: probe vectors per block. `None` takes `max(1, 2**20 // n)`, so that a
-        block holds about a million numbers: one vector at a time from n = 2**20 on,
-        large matrix-matrix products below n = 10,000.
+    - `block_size`: probe vectors per block. `None` takes 128, or fewer where n is large:
+        `max(1, min(128, 2**21 // n))`, so that a block holds at most two million numbers.
     """
 
     block_size: int | None = eqx.field(static=True, default=None)
@@ -49,10 +48,11 @@ class Local(AbstractExecution):
 
     def map(self, fn, operator, xs):
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = self.block_size or max(1, 2**20 // max(operator.size, 1))
+        block = self.block_size or max(1, min(128, 2**21 // operator.size))
         if block >= count:
             return jax.vmap(lambda x: fn(operator, x))(xs)
-        return jax.lax.map(lambda x: fn(operator, x), xs, batch_size=block)
+        batch_size = None if block == 1 else block
+        return jax.lax.map(lambda x: fn(operator, x), xs, batch_size=batch_size)
 
 
 Local.__init__.__doc__ = """**Arguments:**

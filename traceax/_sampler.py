@@ -113,8 +113,9 @@ class RademacherSampler(AbstractSampler):
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
         words = jr.bits(key, (-(-n // 32),), jnp.uint32)
-        bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        return (1 - 2 * bits.reshape(-1)[:n].astype(jnp.int8)).astype(dtype)
+        bits = (words >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
+        minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
+        return jnp.where(bits.reshape(-1)[:n] == 1, minus, plus)
 
 
 class NormalSampler(AbstractSampler):

@@ -55,8 +55,8 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
         raise TypeError(
             "`operator` must map real vectors to real ones or complex vectors to "
             f"complex ones. Found the dtypes {sorted(map(str, found))} in its "
-            "in_structure() and out_structure(). Cast the operator's arrays and its input "
-            "structure to one floating or complex dtype."
+            "in_structure() and out_structure(). Cast the operator's arrays and its "
+            "input structure to one floating or complex dtype."
         )
 
 

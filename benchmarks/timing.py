@@ -1,0 +1,22 @@
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+
+def interleaved(functions: dict[str, Callable[[], object]], rounds: int = 7):
+    """Median and range of the seconds of each function, called in turn `rounds` times
+    after one call that compiles."""
+    seconds = {name: [] for name in functions}
+    for function in functions.values():
+        jax.block_until_ready(function())
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: (statistics.median(each), min(each), max(each))
+        for name, each in seconds.items()
+    }
