@@ -48,7 +48,7 @@ class Local(AbstractExecution):
 
     def map(self, fn, operator, xs):
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = self.block_size or max(1, min(128, 2**21 // operator.size))
+        block = self.block_size or max(1, min(128, 2**21 // max(operator.size, 1)))
         if block >= count:
             return jax.vmap(lambda x: fn(operator, x))(xs)
         batch_size = None if block == 1 else block

@@ -47,7 +47,9 @@ def _rule(primals, tangents, *, evaluate, execution) -> Any:
 
     def contract(operator):
         terms = execution.map(
-            lambda operator, column: jnp.vdot(column[0], operator.mv(column[1])),
+            lambda operator, column: jnp.vdot(
+                column[0], operator.mv(column[1]), precision="highest"
+            ),
             operator,
             (left.T, right.T),
         )

@@ -102,7 +102,8 @@ def _check_dtype(sampler: AbstractSampler, kind: type, words: str) -> None:
 class RademacherSampler(AbstractSampler):
     """Random signs: each entry is +1 or -1 with equal probability.
 
-    Real signs also for complex operators. 32 signs are made from one random word.
+    Real signs also for complex operators. 32 signs are made from one random word. The
+    `dtype` may be an integer one.
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -148,7 +149,9 @@ class SphereSampler(AbstractSampler):
 class SteinhausSampler(AbstractSampler):
     """Random phases: each entry is uniform on the unit circle. Complex operators only.
 
-    For a Hermitian operator the variance is half that of random signs or less.
+    For a Hermitian operator one sample has the variance $\\sum_{i \\ne j} |a_{ij}|^2$.
+    With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$: twice that if
+    the matrix is real, less if it is mostly imaginary.
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -167,13 +170,8 @@ class SteinhausSampler(AbstractSampler):
         return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
 
-for _sampler, _default in (
-    (RademacherSampler, "`None`; integers are allowed too"),
-    (NormalSampler, "`None`"),
-    (SphereSampler, "`None`"),
-    (SteinhausSampler, "`None`"),
-):
-    _sampler.__init__.__doc__ = f"""**Arguments:**
+for _sampler in (RademacherSampler, NormalSampler, SphereSampler, SteinhausSampler):
+    _sampler.__init__.__doc__ = """**Arguments:**
 
-- `dtype`: dtype of the samples. Default is {_default}: the operator's dtype.
+- `dtype`: dtype of the samples. Default is `None`: the operator's dtype.
 """

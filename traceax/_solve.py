@@ -82,12 +82,7 @@ def check_key(key: Any) -> None:
 
 @eqx.filter_jit
 def _run(estimator, operator, k, key, execution) -> Solution:
-    # The user's products were given their precision by the user; what is traced here
-    # must not fall to the low-precision default of an accelerator.
-    with (
-        jax.named_scope(type(estimator).__name__),
-        jax.default_matmul_precision("highest"),
-    ):
+    with jax.named_scope(type(estimator).__name__):
         if k >= operator.in_size():
             estimate = exact_trace(operator, execution)
         else:

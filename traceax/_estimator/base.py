@@ -72,7 +72,10 @@ def _probes(
 
 
 def _rounding(operator: FlatOperator) -> float:
-    return operator.eps * operator.size**0.5
+    """Relative size of rounding errors: those of n-term sums in the working dtype, and
+    those of single products in the operator's."""
+    working = float(jnp.finfo(operator.dtype).eps)
+    return 2 * operator.eps + working * operator.size**0.5
 
 
 class AbstractStreamingEstimator(AbstractTraceEstimator):
@@ -165,8 +168,17 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         sign = -1 if negative else 1
         flat = flatten(-operator if negative else operator)
 
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+
         def evaluate(matmat, probes):
-            sketch = self.sketch(matmat, probes, k, flat.eps)
+            def matmat_as_asked(x):
+                with jax.default_matmul_precision(precision):
+                    return matmat(x)
+
+            # The sketch's own products must not fall to the low-precision default of an
+            # accelerator; the operator's stay as the user has them.
+            with jax.default_matmul_precision("highest"):
+                sketch = self.sketch(matmat_as_asked, probes, k, flat.eps)
             value = sketch.scale * sample_mean(sketch.samples)
             return value.astype(flat.dtype), sketch.frame, sketch
 

@@ -1,6 +1,5 @@
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from .._sampler import AbstractSampler, RademacherSampler
@@ -33,11 +32,11 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
         ```
     """
 
-    sampler: AbstractSampler = eqx.field(default_factory=RademacherSampler)
+    sampler: AbstractSampler = RademacherSampler()
     min_matvecs: ClassVar[int] = 1
 
     def sample(self, mv, probe):
-        return jnp.vdot(probe, mv(probe))
+        return jnp.vdot(probe, mv(probe), precision="highest")
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

@@ -1,6 +1,5 @@
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from .._kernel.dense import qr
@@ -34,7 +33,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         ```
     """
 
-    sampler: AbstractSampler = eqx.field(default_factory=RademacherSampler)
+    sampler: AbstractSampler = RademacherSampler()
     min_matvecs: ClassVar[int] = 3
     semidefinite: ClassVar[bool] = False
 

@@ -1,6 +1,5 @@
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from .._kernel.dense import normalise, qr
@@ -37,7 +36,7 @@ class NystromPlusPlusEstimator(AbstractSketchEstimator):
         ```
     """
 
-    sampler: AbstractSampler = eqx.field(default_factory=RademacherSampler)
+    sampler: AbstractSampler = RademacherSampler()
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = True
 

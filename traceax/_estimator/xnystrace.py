@@ -1,6 +1,5 @@
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from .._kernel.dense import normalise, thin_svd
@@ -48,7 +47,7 @@ class XNysTraceEstimator(AbstractSketchEstimator):
         ```
     """
 
-    sampler: AbstractSampler = eqx.field(default_factory=SphereSampler)
+    sampler: AbstractSampler = SphereSampler()
     improved: bool = True
     min_matvecs: ClassVar[int] = 1
     semidefinite: ClassVar[bool] = True

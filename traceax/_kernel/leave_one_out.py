@@ -144,9 +144,9 @@ def jackknife(pairs: Inexact[Array, "m m"]) -> Real[Array, ""]:
     """Standard error from `pairs[i, j]`, probe `j`'s estimate with `i` left out as well.
 
     `T_i = mean_{j != i} pairs[i, j]` is the whole estimate without probe `i`; the result
-    is `sqrt((m-1)/m sum_i |T_i - mean T|^2)`, whose square exceeds, in the mean, the
-    variance of the estimate with m - 1 probes (Efron and Stein, Annals of Statistics 9,
-    1981). Infinite for m = 1.
+    is `sqrt((m-1)/m sum_i |T_i - mean T|^2)`. Its square is, in the mean, at least
+    (m-1)/m times the variance of the estimate with m - 1 probes (Efron and Stein, Annals
+    of Statistics 9, 1981). Infinite for m = 1.
     """
     m = pairs.shape[0]
     if m == 1:

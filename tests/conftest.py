@@ -1,0 +1,36 @@
+import equinox.internal as eqxi
+import jax
+import jaxtyping
+import pytest
+
+
+jax.config.update("jax_enable_x64", True)
+
+# Shapes and dtypes in annotations are checked at run time, except where users' mistakes
+# arrive: `_trace` and `_solve` have messages of their own, which are tested.
+_CHECKED = (
+    "_estimator",
+    "_exact",
+    "_execution",
+    "_gradient",
+    "_kernel",
+    "_moments",
+    "_operator",
+    "_sampler",
+    "_solution",
+    "_vectors",
+)
+jaxtyping.install_import_hook(
+    [f"traceax.{name}" for name in _CHECKED], "beartype.beartype"
+)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error")
+
+
+@pytest.fixture
+def getkey():
+    getkey = eqxi.GetKey()
+    print(f"seed of getkey: {getkey.seed}")
+    return getkey

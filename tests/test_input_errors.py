@@ -1,0 +1,265 @@
+"""Each kind of wrong input gives an exception that names argument, value and fix."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import ESTIMATORS, matrix_free
+
+
+N = 12
+KEY = jr.key(0)
+PSD = lx.positive_semidefinite_tag
+MATRIX = jnp.diag(jnp.arange(1.0, N + 1)) + 0.1
+TAGGED = matrix_free(MATRIX, PSD)
+SKETCHES = [tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator, tx.XTraceEstimator]
+PSD_ONLY = [tx.NystromPlusPlusEstimator, tx.XNysTraceEstimator]
+
+
+def struct(*shape, dtype=jnp.float64):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def check(exception, parts, call):
+    with pytest.raises(exception) as error:
+        call()
+    message = str(error.value)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("fn", "structure", "exception", "parts"),
+    [
+        pytest.param(
+            lambda v: v[:5],
+            struct(N),
+            ValueError,
+            ["must be square", "out_size=5, in_size=12", "`J.T @ J`"],
+            id="rectangular",
+        ),
+        pytest.param(
+            lambda v: v.reshape(3, 4),
+            struct(N),
+            ValueError,
+            ["same structure in and out", "(12,)", "(3, 4)"],
+            id="other-shape-of-the-same-size",
+        ),
+        pytest.param(
+            lambda v: {"b": v["a"]},
+            {"a": struct(N)},
+            ValueError,
+            ["same structure in and out", "'a'", "'b'"],
+            id="other-tree",
+        ),
+        pytest.param(
+            lambda v: v + 0j,
+            struct(N),
+            TypeError,
+            ["complex128", "float64", "Cast"],
+            id="real-to-complex",
+        ),
+        pytest.param(
+            lambda v: v,
+            (struct(N), struct(N, dtype=jnp.complex64)),
+            TypeError,
+            ["complex64", "float64", "Cast"],
+            id="real-and-complex",
+        ),
+        pytest.param(
+            lambda v: v.astype(jnp.int32),
+            struct(N),
+            TypeError,
+            ["int32", "one floating or complex dtype"],
+            id="integer-products",
+        ),
+    ],
+)
+def test_operator_structure(fn, structure, exception, parts):
+    operator = lx.FunctionLinearOperator(fn, structure)
+    check(exception, ["`operator`", *parts], lambda: tx.trace(operator, k=4, key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("operator", "parts"),
+    [
+        pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
+        pytest.param(MATRIX, ["Array", "`lineax.MatrixLinearOperator("], id="array"),
+        pytest.param("matrix", ["str", "operators of lineax"], id="other"),
+    ],
+)
+def test_not_an_operator(operator, parts):
+    parts = ["`operator` must be a `lineax.AbstractLinearOperator`", *parts]
+    check(TypeError, parts, lambda: tx.trace(operator, k=4, key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("k", "exception", "parts"),
+    [
+        (0, ValueError, ["at least 1", "Found 0"]),
+        (-3, ValueError, ["at least 1", "Found -3"]),
+        (4.0, TypeError, ["integer", "Found 4.0 of type float", "int(4.0)"]),
+        (True, TypeError, ["integer", "Found True of type bool"]),
+        ("4", TypeError, ["integer", "Found '4' of type str"]),
+        (None, TypeError, ["integer", "Found None"]),
+    ],
+)
+def test_budget(k, exception, parts):
+    check(exception, ["`k`", *parts], lambda: tx.trace(TAGGED, k=k, key=KEY))
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.int32])
+def test_integer_arrays_are_budgets(kind):
+    solution = tx.trace(TAGGED, tx.HutchinsonEstimator(), k=kind(4), key=KEY)
+    assert solution.stats["num_matvecs"] == 4
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lx.MatrixLinearOperator(MATRIX.astype(int)),
+        lx.FunctionLinearOperator(lambda v: 2 * v, struct(N, dtype=jnp.int32)),
+    ],
+)
+def test_integer_operators_are_real_ones(operator):
+    value = tx.trace(operator, k=N).value
+    assert jnp.issubdtype(value.dtype, jnp.floating)
+    assert jnp.allclose(value, jnp.trace(operator.as_matrix()))
+
+
+def test_traced_budget():
+    traced = jax.jit(lambda k: tx.trace(TAGGED, k=k, key=KEY).value)
+    check(TypeError, ["`k`", "traced", "static_argnames='k'"], lambda: traced(4))
+    static = eqx.filter_jit(lambda k: tx.trace(TAGGED, k=k, key=KEY).value)
+    assert jnp.isfinite(static(4))
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_budget_below_the_least(estimator):
+    least = estimator.min_matvecs
+    assert least > 1
+    parts = [estimator.__name__, f"at least k={least}", f"Found k={least - 1}", "Raise"]
+    check(ValueError, parts, lambda: tx.trace(TAGGED, estimator(), k=least - 1, key=KEY))
+
+
+def test_exact_with_too_small_a_budget():
+    estimator = tx.ExactTraceEstimator()
+    parts = ["`ExactTraceEstimator` needs k=12", "Found k=11", "Raise `k`", "Auto"]
+    check(ValueError, parts, lambda: tx.trace(TAGGED, estimator, k=N - 1))
+    assert jnp.allclose(tx.trace(TAGGED, estimator, k=N).value, jnp.trace(MATRIX))
+
+
+@pytest.mark.parametrize("estimator", PSD_ONLY)
+def test_missing_tag(estimator):
+    parts = [
+        f"`{estimator.__name__}` needs",
+        "semidefinite",
+        "Found `operator` of type FunctionLinearOperator",
+        "lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)",
+        "`traceax.XTraceEstimator`",
+    ]
+    untagged = matrix_free(MATRIX)
+    check(ValueError, parts, lambda: tx.trace(untagged, estimator(), k=4, key=KEY))
+
+
+@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+def test_missing_key(estimator):
+    parts = ["`key` is missing", "`key=jax.random.key(0)`"]
+    check(ValueError, parts, lambda: tx.trace(TAGGED, estimator, k=6))
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        (0, "int"),
+        (jnp.zeros(2), "shape (2,)"),
+        (jr.split(KEY, 3), "shape (3,)"),
+        (jr.split(jr.PRNGKey(0), 3), "shape (3, 2)"),
+    ],
+    ids=["int", "floats", "batch", "raw-batch"],
+)
+def test_not_a_key(key, found):
+    parts = ["`key` must be one JAX PRNG key", found, "`jax.random.key(0)`", "jax.vmap"]
+    check(TypeError, parts, lambda: tx.trace(TAGGED, k=4, key=key))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "matrix", "parts"),
+    [
+        (
+            tx.NormalSampler(jnp.complex128),
+            MATRIX,
+            ["NormalSampler(dtype=complex128)", "float64", "complex operator"],
+        ),
+        (
+            tx.NormalSampler(jnp.float64),
+            MATRIX.astype(complex),
+            ["NormalSampler(dtype=float64)", "complex128", "unitary"],
+        ),
+        (
+            tx.SphereSampler(jnp.float64),
+            MATRIX.astype(complex),
+            ["SphereSampler(dtype=float64)", "complex128", "unitary"],
+        ),
+        (tx.SteinhausSampler(), MATRIX, ["SteinhausSampler", "float64", "Rademacher"]),
+    ],
+)
+def test_sampler_does_not_fit_the_operator(sampler, matrix, parts):
+    estimator = tx.HutchinsonEstimator(sampler)
+    call = lambda: tx.trace(matrix_free(matrix), estimator, k=4, key=KEY)  # noqa: E731
+    check(ValueError, [*parts, "dtype"], call)
+
+
+@pytest.mark.parametrize("estimator", [tx.XTraceEstimator, tx.XNysTraceEstimator])
+def test_resphering_needs_rotation_invariance(estimator):
+    sampler = tx.RademacherSampler()
+    parts = ["`improved=True`", "`RademacherSampler`", "`traceax.SphereSampler`"]
+    check(ValueError, parts, lambda: estimator(sampler))
+    assert not estimator(sampler, improved=False).improved
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_block_size(block_size):
+    parts = ["`block_size`", "positive", f"Found {block_size}"]
+    check(ValueError, parts, lambda: tx.Local(block_size))
+
+
+@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_products_that_are_not_finite(estimator, bad):
+    operator = lx.MatrixLinearOperator(MATRIX.at[3, 4].set(bad), PSD)
+
+    def call(throw):
+        return tx.trace(operator, estimator, k=6, key=KEY, throw=throw)
+
+    parts = ["not finite", "operator's arrays hold NaN", "`operator.mv`"]
+    check(RuntimeError, parts, lambda: call(throw=True))
+    assert call(throw=False).result == tx.RESULTS.nonfinite_product
+
+
+@pytest.mark.parametrize("estimator", PSD_ONLY)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_wrong_tag(estimator, sign):
+    tag = PSD if sign == 1 else lx.negative_semidefinite_tag
+    operator = lx.MatrixLinearOperator(sign * (MATRIX - 9 * jnp.eye(N)), tag)
+
+    def call(throw):
+        return tx.trace(operator, estimator(), k=6, key=KEY, throw=throw)
+
+    parts = ["semidefinite tag", "the tag is wrong", "`traceax.XTraceEstimator`"]
+    check(RuntimeError, parts, lambda: call(throw=True))
+    assert call(throw=False).result == tx.RESULTS.not_semidefinite
+
+
+@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+def test_right_input_succeeds(estimator):
+    operator = lx.MatrixLinearOperator(MATRIX, PSD)
+    solution = tx.trace(operator, estimator, k=6, key=KEY, throw=False)
+    assert solution.result == tx.RESULTS.successful
+    assert tx.RESULTS[solution.result] == ""

@@ -1,0 +1,81 @@
+"""The arrows of the architecture: a module imports only from lower levels."""
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+
+PACKAGE = Path(__file__).parent.parent / "traceax"
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# From low to high; modules of one line do not import each other. Of the patterns that
+# fit a module, the first line counts. `x.__init__` are there to hold a docstring.
+LEVELS = [
+    "_solution _moments _vectors *.__init__",
+    "_kernel.dense",
+    "_sampler _kernel.* _operator.*",
+    "_execution",
+    "_gradient",
+    "_exact",
+    "_solve",
+    "_estimator.base",
+    "_estimator.[!a]*",
+    "_estimator.auto",
+    "_trace",
+    "__init__",
+]
+FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}
+every_module = pytest.mark.parametrize("module", FILES)
+
+
+def level(module):
+    fits = (any(fnmatch(module, x) for x in line.split()) for line in LEVELS)
+    found = next((i for i, fit in enumerate(fits) if fit), None)
+    assert found is not None, f"`{module}` has no place in LEVELS"
+    return found
+
+
+def nodes(module, *kinds):
+    tree = ast.parse(FILES[module].read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+@every_module
+def test_imports_point_down(module):
+    for node in nodes(module, ast.ImportFrom):
+        if node.level:
+            folder = module.split(".")[: -node.level]
+            imported = ".".join([*folder, node.module or "__init__"])
+            assert imported in FILES, f"line {node.lineno}: import from the module itself"
+            assert level(imported) < level(module), f"line {node.lineno}: {imported}"
+
+
+@every_module
+def test_imports_are_plain(module):
+    for node in nodes(module, ast.Import, ast.ImportFrom):
+        text = ast.unparse(node)
+        assert node.col_offset == 0, f"line {node.lineno}: `{text}` is not at the top"
+        for banned in ("jax._src", "import traceax", "from traceax"):
+            assert banned not in text, f"line {node.lineno}: `{text}`"
+
+
+@every_module
+def test_sizes(module):
+    assert len(FILES[module].read_text().splitlines()) <= 400
+    for node in nodes(module, ast.FunctionDef, ast.AsyncFunctionDef):
+        lines = node.end_lineno - node.body[0].lineno + 1
+        assert lines <= 80, f"`{node.name}` has {lines} lines"
+
+
+@every_module
+def test_factorisations_go_through_the_door(module):
+    for node in nodes(module, ast.Attribute):
+        inside = node.attr in FACTORISATIONS
+        assert not inside or module == "_kernel.dense", f"`{ast.unparse(node)}`"
+    for node in nodes(module, ast.ImportFrom):
+        names = {alias.name for alias in node.names} & FACTORISATIONS
+        assert node.level or not names, f"`{ast.unparse(node)}`"
