@@ -12,10 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
-
-import traceax as tx
 from peers import peer_functions
 from timing import interleaved
+
+import traceax as tx
 
 
 K = 100

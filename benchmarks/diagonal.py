@@ -11,10 +11,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
-
-import traceax as tx
 from peers import peer_functions
 from timing import interleaved
+
+import traceax as tx
 
 
 K = 100
@@ -47,7 +47,7 @@ def main(n: int) -> None:
     runnable = {}
     for name, function in functions.items():
         compiled = jax.jit(function).lower(diagonal, key).compile()
-        memory = compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
         print(f"  {name:22s} temporaries {memory / 1e6:9.1f} MB")
         if memory < 12e9:
             runnable[name] = partial(compiled, diagonal, key)

@@ -7,12 +7,10 @@
 """
 
 import importlib.util
-from pathlib import Path
 import sys
+from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import lineax as lx
 from matfree import stochtrace
 
 

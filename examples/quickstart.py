@@ -113,10 +113,10 @@ def network_hessian(images, labels):
 
 
 def main():
-    digits = load_digits()
-    images = jnp.asarray(digits.data / 16, jnp.float32)
+    pixels, labels = load_digits(return_X_y=True)
+    images = jnp.asarray(pixels / 16, jnp.float32)
     kernel_matrices(images)
-    network_hessian(images, jnp.asarray(digits.target))
+    network_hessian(images, jnp.asarray(labels))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_only_the_value_has_a_derivative():
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_hessian_operator(order):
-    """The trace of a Hessian, differentiated: PyTree parameters, against the exact one."""
+    """The trace of a Hessian in PyTree parameters, differentiated once and twice."""
 
     def loss(params):
         return jnp.sum(jnp.tanh(params["w"]) @ jnp.sin(params["b"])) ** 2 / 2

@@ -1,4 +1,4 @@
-"""The leave-one-out kernels against what they stand for: doing it again without a probe."""
+"""The leave-one-out kernels against their meaning: doing it again without a probe."""
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +202,9 @@ def test_errors_are_those_of_brute_force(getkey, cls, naive, factor, m, dtype, i
     assert np.allclose(std_err, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("cls", "m"), [(tx.XTraceEstimator, 4), (tx.XNysTraceEstimator, 6)])
+@pytest.mark.parametrize(
+    ("cls", "m"), [(tx.XTraceEstimator, 4), (tx.XNysTraceEstimator, 6)]
+)
 def test_variance_estimate_is_unbiased(monkeypatch, cls, m):
     """`s^2 / m + covariance` against the squared error, 4000 keys. False alarms: 6e-5
     each (4 standard errors)."""

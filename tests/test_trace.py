@@ -14,18 +14,18 @@ from .helpers import ESTIMATORS, matrix_free, spectrum_matrix, trace_many, z_sco
 
 
 PSD = lx.positive_semidefinite_tag
-NAMES = [type(estimator).__name__ for estimator, _ in ESTIMATORS]
 VARIANTS = [
     *[estimator for estimator, _ in ESTIMATORS],
-    tx.HutchinsonEstimator(tx.SphereSampler()),
-    tx.HutchPlusPlusEstimator(tx.NormalSampler()),
-    tx.XTraceEstimator(tx.NormalSampler()),
     tx.XTraceEstimator(tx.RademacherSampler(), improved=False),
     tx.XNysTraceEstimator(tx.NormalSampler()),
     tx.XNysTraceEstimator(tx.RademacherSampler(), improved=False),
 ]
-REAL = [jnp.float32, jnp.float64]
-DTYPES = [*REAL, jnp.complex64, jnp.complex128]
+DTYPES = [jnp.float32, jnp.complex128]
+
+
+def dense(matrix, tags=PSD):
+    """A matrix operator: a call compiled once serves all matrices of a shape."""
+    return lx.MatrixLinearOperator(matrix, tags)
 
 
 def eps(dtype):
@@ -43,7 +43,7 @@ def label(value):
     return None
 
 
-# --- unbiased ----------------------------------------------------------------------------
+# --- unbiased ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])
@@ -61,36 +61,36 @@ def test_unbiased_hermitian(estimator, dtype):
     "estimator", [e for e in VARIANTS if not needs_semidefinite(e)], ids=label
 )
 def test_unbiased_not_hermitian(estimator, dtype):
-    """400 keys; false alarms 6e-5 each. The trace is far from real in the complex case."""
+    """400 keys; false alarms 6e-5 each. The complex trace is far from real."""
     shift = 2 + 3j if dtype == jnp.complex128 else 2.0
     matrix = jr.normal(jr.key(0), (40, 40), dtype) + shift * jnp.eye(40, dtype=dtype)
     value, _, _ = trace_many(matrix, estimator, 12, 400, tags=())
     assert z_score(value, jnp.trace(matrix)) < 4
 
 
-def test_complex_phases_halve_the_variance():
-    """For complex Hermitian matrices: against random signs, F-test at 400 keys."""
+def test_variance_of_signs_and_phases():
+    """The variances that the samplers' documentation gives, for a complex Hermitian
+    matrix: 400 keys, ratios within 5 of their standard errors, sqrt(2 / 399)."""
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 41.0), jnp.complex128)
-    off_diagonal = matrix - jnp.diag(jnp.diag(matrix))
-    spread = {}
-    for sampler in (tx.RademacherSampler(), tx.SteinhausSampler()):
+    off = matrix - jnp.diag(jnp.diag(matrix))
+    cases = {
+        tx.RademacherSampler(): 2 * jnp.sum(off.real**2),
+        tx.SteinhausSampler(): jnp.sum(jnp.abs(off) ** 2),
+    }
+    for sampler, variance in cases.items():
         estimator = tx.HutchinsonEstimator(sampler)
         value, _, _ = trace_many(matrix, estimator, 4, 400)
         assert z_score(value, jnp.trace(matrix)) < 4
-        spread[type(sampler)] = float(jnp.var(value.real, ddof=1))
-    exact = float(jnp.sum(jnp.abs(off_diagonal) ** 2)) / 4
-    # The ratio of a sample variance to the variance has spread sqrt(2 / 399) = 0.07.
-    assert abs(spread[tx.SteinhausSampler] / exact - 1) < 0.35
-    assert spread[tx.SteinhausSampler] < spread[tx.RademacherSampler]
+        assert abs(float(jnp.var(value.real, ddof=1) / (variance / 4)) - 1) < 0.35
 
 
-# --- exact, degenerate, scaled -----------------------------------------------------------
+# --- exact, degenerate, scaled ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_zero_operator(estimator, dtype):
-    operator = matrix_free(jnp.zeros((20, 20), dtype), PSD)
+    operator = dense(jnp.zeros((20, 20), dtype))
     solution = tx.trace(operator, estimator, k=9, key=jr.key(0))
     assert solution.value == 0
     assert solution.std_err == 0
@@ -101,7 +101,7 @@ def test_zero_operator(estimator, dtype):
     "estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator(), tx.XNysTraceEstimator()]
 )
 def test_identity_is_exact(estimator, dtype):
-    operator = matrix_free(jnp.eye(20, dtype=dtype), PSD)
+    operator = dense(jnp.eye(20, dtype=dtype))
     solution = tx.trace(operator, estimator, k=9, key=jr.key(0))
     assert abs(solution.value - 20) <= 20 * 8 * eps(dtype)
     assert solution.std_err <= 20 * 40 * eps(dtype)
@@ -109,7 +109,9 @@ def test_identity_is_exact(estimator, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "estimator", [e for e in VARIANTS if not isinstance(e, tx.HutchinsonEstimator)], ids=label
+    "estimator",
+    [e for e in VARIANTS if not isinstance(e, tx.HutchinsonEstimator)],
+    ids=label,
 )
 def test_low_rank_is_exact(estimator, dtype):
     """Rank 4, exact zeros below, sketch of more than 4 columns: the trace to rounding."""
@@ -126,22 +128,20 @@ def test_low_rank_is_exact(estimator, dtype):
 def test_scale_invariance(estimator, scale):
     scale = 2.0 ** round(np.log2(scale))  # a power of two: nothing is rounded
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1, 51) ** -2.0, jnp.float32)
-    operator, scaled = matrix_free(matrix, PSD), matrix_free(matrix * scale, PSD)
+    operator, scaled = dense(matrix), dense(matrix * scale)
     one = tx.trace(operator, estimator, k=20, key=jr.key(1))
     other = tx.trace(scaled, estimator, k=20, key=jr.key(1))
     assert jnp.allclose(other.value / scale, one.value, rtol=1e-4)
     assert jnp.allclose(other.std_err / scale, one.std_err, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", REAL)
-@pytest.mark.parametrize(("n", "k"), [(n, k) for n in (1, 2, 3, 4, 7) for k in range(1, 9)])
-def test_tiny(n, k, dtype):
+@pytest.mark.parametrize(("n", "k"), [(n, k) for n in (1, 2, 3, 5) for k in range(1, 6)])
+def test_tiny(n, k):
     """Every budget on every tiny operator: an estimate, the exact trace, or ValueError.
 
     Rademacher probes repeat here, so that sketches are rank deficient.
     """
-    matrix = spectrum_matrix(jr.key(n), jnp.arange(1.0, n + 1.0), dtype)
-    operator = matrix_free(matrix, PSD)
+    operator = dense(spectrum_matrix(jr.key(n), jnp.arange(1.0, n + 1.0), jnp.float32))
     for estimator in VARIANTS:
         if k < min(n, estimator.min_matvecs):
             with pytest.raises(ValueError, match="at least"):
@@ -155,13 +155,13 @@ def test_tiny(n, k, dtype):
             assert solution.std_err == 0
 
 
-@pytest.mark.parametrize("dtype", [*REAL, jnp.complex64])
-@pytest.mark.parametrize("k", [97, 98, 99])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("k", [58, 59])
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_budget_just_below_n(estimator, k, dtype):
     """Nearly square, ill-conditioned probes; within 6 standard errors for 20 keys (the
     rounding of the matrix itself set aside)."""
-    matrix = spectrum_matrix(jr.key(0), 0.7 ** jnp.arange(100), dtype)
+    matrix = spectrum_matrix(jr.key(0), 0.7 ** jnp.arange(60), dtype)
     value, std_err, _ = trace_many(matrix, estimator, k, 20)
     exact = np.trace(np.asarray(matrix, np.complex128))
     error = np.abs(np.asarray(value) - exact)
@@ -170,13 +170,13 @@ def test_budget_just_below_n(estimator, k, dtype):
 
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_one_sample_has_infinite_error(estimator):
-    operator = matrix_free(jnp.eye(9), PSD)
+    operator = dense(jnp.eye(9))
     solution = tx.trace(operator, estimator, k=estimator.min_matvecs, key=jr.key(0))
     assert solution.std_err == jnp.inf
     assert solution.result == tx.RESULTS.successful
 
 
-@pytest.mark.parametrize("k", [7, 8, 30])
+@pytest.mark.parametrize("k", [7, 30])
 @pytest.mark.parametrize("estimator", [*VARIANTS, tx.AutoTraceEstimator()])
 def test_budget_of_n_is_exact(estimator, k):
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 8.0), jnp.float64)
@@ -186,7 +186,7 @@ def test_budget_of_n_is_exact(estimator, k):
     assert solution.stats["num_matvecs"] == 7
 
 
-# --- dtypes, structures ------------------------------------------------------------------
+# --- dtypes, structures ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -204,12 +204,11 @@ def test_low_precision(estimator, dtype):
     assert abs(np.mean(error)) <= np.mean(std_err)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("estimator", [*VARIANTS, tx.AutoTraceEstimator()])
-@pytest.mark.parametrize("k", [6, 50])
-def test_no_dtype_drift_under_x64(estimator, dtype, k):
-    matrix = jnp.eye(10, dtype=dtype)
-    solution = tx.trace(matrix_free(matrix, PSD), estimator, k=k, key=jr.key(0))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("estimator", [*VARIANTS, tx.ExactTraceEstimator()])
+def test_no_dtype_drift_under_x64(estimator, dtype):
+    operator = dense(jnp.eye(20, dtype=dtype))
+    solution = tx.trace(operator, estimator, k=9, key=jr.key(0))
     real = jnp.finfo(dtype).dtype
     assert solution.value.dtype == dtype
     assert solution.std_err.dtype == real
@@ -231,11 +230,11 @@ def tree_operator(matrix):
     return lx.FunctionLinearOperator(mv, struct, PSD)
 
 
-@pytest.mark.parametrize("k", [5, 20])
-@pytest.mark.parametrize("estimator", VARIANTS, ids=label)
-def test_pytree_operator(estimator, k):
+@pytest.mark.parametrize("estimator", [*VARIANTS, tx.ExactTraceEstimator()])
+def test_pytree_operator(estimator):
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 13.0), jnp.float64)
-    flat = tx.trace(matrix_free(matrix, PSD), estimator, k=k, key=jr.key(1))
+    k = 12 if isinstance(estimator, tx.ExactTraceEstimator) else 6
+    flat = tx.trace(dense(matrix), estimator, k=k, key=jr.key(1))
     tree = tx.trace(tree_operator(matrix), estimator, k=k, key=jr.key(1))
     assert jnp.allclose(flat.value, tree.value, rtol=1e-12)
     assert jnp.allclose(flat.std_err, tree.std_err, rtol=1e-9)
@@ -244,8 +243,8 @@ def test_pytree_operator(estimator, k):
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_negative_semidefinite(estimator):
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 13.0), jnp.float64)
-    positive = tx.trace(matrix_free(matrix, PSD), estimator, k=6, key=jr.key(1))
-    operator = matrix_free(-matrix, lx.negative_semidefinite_tag)
+    positive = tx.trace(dense(matrix), estimator, k=6, key=jr.key(1))
+    operator = dense(-matrix, lx.negative_semidefinite_tag)
     negative = tx.trace(operator, estimator, k=6, key=jr.key(1))
     assert jnp.allclose(positive.value, -negative.value, rtol=1e-12)
     assert jnp.allclose(positive.std_err, negative.std_err, rtol=1e-9)
@@ -253,11 +252,10 @@ def test_negative_semidefinite(estimator):
     assert jnp.allclose(jnp.mean(samples), negative.value, rtol=1e-12)
 
 
-# --- budget, execution, statistics -------------------------------------------------------
+# --- budget, execution, statistics ---
 
 
-@pytest.mark.parametrize("block_size", [None, 1, 3])
-@pytest.mark.parametrize("k", [7, 10, 13])
+@pytest.mark.parametrize(("k", "block_size"), [(7, None), (11, 3), (12, 1)])
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_products_are_counted(estimator, k, block_size):
     """The products seen at run time are those reported, and at most k."""
@@ -279,11 +277,11 @@ def test_products_are_counted(estimator, k, block_size):
 @pytest.mark.parametrize("estimator", [*VARIANTS, tx.ExactTraceEstimator()])
 def test_block_size_does_not_matter(estimator):
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 31.0), jnp.float64)
-    operator = matrix_free(matrix, PSD)
+    operator = matrix_free(matrix, PSD)  # of which Exact makes products too
     k = 30 if isinstance(estimator, tx.ExactTraceEstimator) else 11
     values = [
         tx.trace(operator, estimator, k=k, key=jr.key(0), execution=tx.Local(size)).value
-        for size in (None, 1, 2, 7, 11, 100)
+        for size in (None, 1, 4)
     ]
     assert np.allclose(values, values[0], rtol=1e-12)
 
@@ -291,7 +289,7 @@ def test_block_size_does_not_matter(estimator):
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_samples_have_the_value_as_mean(estimator):
     matrix = spectrum_matrix(jr.key(0), jnp.arange(1.0, 31.0), jnp.float64)
-    solution = tx.trace(matrix_free(matrix, PSD), estimator, k=12, key=jr.key(0))
+    solution = tx.trace(dense(matrix), estimator, k=12, key=jr.key(0))
     samples = solution.stats["samples"]
     assert samples.ndim == 1
     assert jnp.allclose(jnp.mean(samples), solution.value, rtol=1e-12)
@@ -299,7 +297,7 @@ def test_samples_have_the_value_as_mean(estimator):
 
 
 def test_first_samples_do_not_depend_on_the_budget():
-    operator = matrix_free(spectrum_matrix(jr.key(0), jnp.arange(1.0, 31.0), jnp.float64))
+    operator = dense(spectrum_matrix(jr.key(0), jnp.arange(1.0, 31.0), jnp.float64))
     few, many = (
         tx.trace(operator, tx.HutchinsonEstimator(), k=k, key=jr.key(0)).stats["samples"]
         for k in (5, 20)
@@ -317,9 +315,6 @@ def test_select_trace_estimator():
     assert pick(matrix_free(matrix), 9) is tx.ExactTraceEstimator
     assert pick(matrix_free(matrix, lx.diagonal_tag), 1) is tx.ExactTraceEstimator
     assert pick(matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    assert pick(2.0 * matrix_free(matrix, PSD), 4) is tx.XTraceEstimator or (
-        pick(2.0 * matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    )
     assert pick(-matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
     assert pick(matrix_free(matrix), 4) is tx.XTraceEstimator
     assert pick(matrix_free(matrix), 1) is tx.HutchinsonEstimator
@@ -350,7 +345,7 @@ def test_solution_fields_and_messages():
 
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_traced_once_for_each_budget(estimator):
-    operator = matrix_free(jnp.eye(20), PSD)
+    operator = dense(jnp.eye(20))
 
     @eqx.filter_jit
     @eqx.debug.assert_max_traces(max_traces=2)

@@ -41,14 +41,14 @@ class Local(AbstractExecution):
 
     def __check_init__(self):
         size = self.block_size
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise ValueError(
                 f"`block_size` must be a positive Python integer or None. Found {size!r}."
             )
 
     def map(self, fn, operator, xs):
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = self.block_size or max(1, min(128, 2**21 // max(operator.size, 1)))
+        block = self.block_size or max(1, min(128, 2**21 // operator.size))
         if block >= count:
             return jax.vmap(lambda x: fn(operator, x))(xs)
         batch_size = None if block == 1 else block

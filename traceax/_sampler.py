@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 
+from ._vectors import standard_promotion
+
 
 class AbstractSampler(eqx.Module):
     """A distribution of probe vectors $\\omega$ with $E[\\omega \\omega^*] = I$.
@@ -43,7 +45,9 @@ class AbstractSampler(eqx.Module):
         that is `None`).
         """
         dtype = jnp.dtype(float) if self.dtype is None else self.dtype
-        return draw(self, key, jnp.arange(k), n, jax.dtypes.canonicalize_dtype(dtype))
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        with standard_promotion():
+            return draw(self, key, jnp.arange(k), n, dtype)
 
 
 def draw(
@@ -91,8 +95,9 @@ def check_resphering(sampler: AbstractSampler, improved: bool) -> None:
         )
 
 
-def _check_dtype(sampler: AbstractSampler, kind: type, words: str) -> None:
-    if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, kind):
+def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
+    dtype = sampler.dtype
+    if dtype is not None and not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise ValueError(
             f"`{type(sampler).__name__}` requires a {words} `dtype`. Found "
             f"{sampler.dtype}. Leave it unset to follow the operator."
@@ -110,7 +115,7 @@ class RademacherSampler(AbstractSampler):
     rotation_invariant: ClassVar[bool] = False
 
     def __check_init__(self):
-        _check_dtype(self, jnp.number, "numeric")
+        _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
         words = jr.bits(key, (-(-n // 32),), jnp.uint32)
@@ -126,7 +131,7 @@ class NormalSampler(AbstractSampler):
     rotation_invariant: ClassVar[bool] = True
 
     def __check_init__(self):
-        _check_dtype(self, jnp.inexact, "floating or complex")
+        _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
         return jr.normal(key, (n,), dtype)
@@ -139,7 +144,7 @@ class SphereSampler(AbstractSampler):
     rotation_invariant: ClassVar[bool] = True
 
     def __check_init__(self):
-        _check_dtype(self, jnp.inexact, "floating or complex")
+        _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
         normal = jr.normal(key, (n,), dtype)
@@ -158,7 +163,7 @@ class SteinhausSampler(AbstractSampler):
     rotation_invariant: ClassVar[bool] = False
 
     def __check_init__(self):
-        _check_dtype(self, jnp.complexfloating, "complex")
+        _check_dtype(self, "complex", jnp.complexfloating)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
         if not jnp.issubdtype(dtype, jnp.complexfloating):

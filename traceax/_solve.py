@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 from ._exact import exact_trace
 from ._execution import AbstractExecution
 from ._solution import Estimate, RESULTS, Solution
-from ._vectors import check_square
+from ._vectors import check_square, standard_promotion
 
 
 class _Runnable(Protocol):
@@ -82,7 +82,7 @@ def check_key(key: Any) -> None:
 
 @eqx.filter_jit
 def _run(estimator, operator, k, key, execution) -> Solution:
-    with jax.named_scope(type(estimator).__name__):
+    with jax.named_scope(type(estimator).__name__), standard_promotion():
         if k >= operator.in_size():
             estimate = exact_trace(operator, execution)
         else:

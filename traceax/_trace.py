@@ -8,6 +8,9 @@ from ._solution import Solution
 from ._solve import solve
 
 
+_EXAMPLES = {"estimator": "XTraceEstimator()", "execution": "Local()"}
+
+
 def trace(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractTraceEstimator = AutoTraceEstimator(),
@@ -64,11 +67,21 @@ def trace(
     **Raises:**
 
     - `TypeError`: `operator` is not a `lineax` operator, or not of floating or complex
-        dtype; `k` is not a Python integer; `key` is not a key.
+        dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
+        `execution` is not an instance of its kind.
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
         the sampler's dtype does not fit.
     - An `equinox` run-time error with `throw=True`: a product was not finite, or a
         semidefinite tag is wrong.
     """
+    for name, value, kind in (
+        ("estimator", estimator, AbstractTraceEstimator),
+        ("execution", execution, AbstractExecution),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
+                f"{value!r}. Pass an object, for example `traceax.{_EXAMPLES[name]}`."
+            )
     return solve(estimator, operator, k=k, key=key, execution=execution, throw=throw)

@@ -1,5 +1,6 @@
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import equinox as eqx
 import jax
@@ -7,6 +8,13 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, Inexact
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """JAX's default promotion for our own arithmetic, whatever strict mode a user set."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class FlatOperator(eqx.Module):
@@ -48,6 +56,8 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
             f"in_structure()={structure_in} and out_structure()={structure_out}. "
             "For a rectangular operator J take the trace of `J.T @ J`."
         )
+    if operator.in_size() == 0:
+        raise ValueError("`operator` must have at least one row. Found size 0.")
     leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
     found = {leaf.dtype for leaf in leaves}
     kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in found}

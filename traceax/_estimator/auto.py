@@ -3,6 +3,7 @@ from typing import ClassVar
 import lineax as lx
 
 from .._operator.diagonal import diagonal_cost
+from .._solve import check_budget, check_operator
 from .base import AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator
@@ -29,7 +30,13 @@ def select_trace_estimator(
     **Returns:**
 
     An estimator with its default settings.
+
+    **Raises:**
+
+    `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
+    check_operator(operator)
+    k = check_budget(k)
     if diagonal_cost(operator) <= k:
         return ExactTraceEstimator()
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):

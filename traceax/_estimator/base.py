@@ -14,7 +14,7 @@ from .._moments import Moments, sample_mean
 from .._sampler import AbstractSampler, draw, probe_dtype
 from .._solution import Estimate
 from .._solve import solve
-from .._vectors import FlatOperator, flatten
+from .._vectors import FlatOperator, flatten, standard_promotion
 
 
 class AbstractTraceEstimator(eqx.Module):
@@ -177,9 +177,9 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
             # The sketch's own products must not fall to the low-precision default of an
             # accelerator; the operator's stay as the user has them.
-            with jax.default_matmul_precision("highest"):
+            with jax.default_matmul_precision("highest"), standard_promotion():
                 sketch = self.sketch(matmat_as_asked, probes, k, flat.eps)
-            value = sketch.scale * sample_mean(sketch.samples)
+                value = sketch.scale * sample_mean(sketch.samples)
             return value.astype(flat.dtype), sketch.frame, sketch
 
         value, _, sketch = differentiate_by_frame(

@@ -9,6 +9,7 @@ from jaxtyping import Array, PyTree, Scalar
 
 
 _Point = TypeVar("_Point", bound=PyTree)
+_SEMIDEFINITE = (lx.positive_semidefinite_tag, lx.symmetric_tag)
 
 
 def _jacobian(
@@ -109,11 +110,11 @@ def ggn(
         }
         ```
     """
+    outputs = model(x)
+    _check_scalar("loss", loss, outputs)
     jacobian = lx.linearise(_jacobian(model, x))
-    curvature = lx.linearise(hessian(loss, model(x)))
-    return lx.TaggedLinearOperator(
-        jacobian.T @ curvature @ jacobian, lx.positive_semidefinite_tag
-    )
+    curvature = lx.linearise(hessian(loss, outputs))
+    return lx.TaggedLinearOperator(jacobian.T @ curvature @ jacobian, _SEMIDEFINITE)
 
 
 def jacobian_gram(
@@ -136,4 +137,4 @@ def jacobian_gram(
     `TypeError` for `x` as in [`traceax.hessian`][].
     """
     jacobian = lx.linearise(_jacobian(f, x))
-    return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)
+    return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)

@@ -23,6 +23,8 @@ def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
         case lx.AddLinearOperator():
             costs = diagonal_cost(operator.operator1), diagonal_cost(operator.operator2)
             return min(sum(costs), operator.in_size())
+        case lx.ComposedLinearOperator() if lx.is_diagonal(operator):
+            return diagonal_cost(operator.operator1) + diagonal_cost(operator.operator2)
         case lx.FunctionLinearOperator() | lx.JacobianLinearOperator():
             return 1 if lx.is_diagonal(operator) else operator.in_size()
         case _:
