@@ -31,6 +31,6 @@ def pytest_configure(config):
 
 @pytest.fixture
 def getkey():
-    getkey = eqxi.GetKey()
+    getkey = eqxi.GetKey(20261121)
     print(f"seed of getkey: {getkey.seed}")
     return getkey

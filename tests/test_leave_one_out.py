@@ -43,7 +43,7 @@ def test_thin_svd(getkey, dtype, svd):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("svd", [lambda x: thin_svd(x, EPS), thin_svd_gram])
+@pytest.mark.parametrize("svd", [lambda x: thin_svd(x, 8 * EPS), thin_svd_gram])
 def test_thin_svd_dependent_columns(getkey, dtype, svd):
     x = jr.normal(getkey(), (40, 4), dtype)
     x = jnp.concatenate([x, x[:, :2]], axis=1)
@@ -73,7 +73,7 @@ def test_directions_leave_one_column_out(getkey, dtype):
 def test_directions_dependent_columns(getkey, scale):
     x = jr.normal(getkey(), (40, 4))
     x = scale * jnp.concatenate([x, x[:, :1]], axis=1)
-    _, s, vh = thin_svd(x, EPS)
+    _, s, vh = thin_svd(x, 8 * EPS)
     loo = leave_one_out(s, vh)
     assert int(loo.rank) == 4
     assert loo.essential.tolist() == [False, True, True, True, False]

@@ -4,14 +4,12 @@ import jax.numpy as jnp
 
 from .._kernel.dense import normalise, thin_svd
 from .._kernel.leave_one_out import (
-    jackknife,
     leave_one_out,
     leave_one_out_frame,
     Pairs,
-    sample_covariance,
+    standard_errors,
 )
 from .._kernel.nystrom import nystrom, orthonormalise
-from .._moments import Moments
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
 from .base import AbstractSketchEstimator, Sketch
 
@@ -90,18 +88,15 @@ class XNysTraceEstimator(AbstractSketchEstimator):
         # The frame is that of XTrace for the same probes.
         q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
         frame = leave_one_out_frame(probes, q, leave_one_out(s, vh), self.improved)
-        moments = Moments.of(samples)
+        std_err, extra = standard_errors(samples, without)
         return Sketch(
             samples,
-            moments.std_err(sample_covariance(samples, without)),
+            std_err,
             frame,
             num_matvecs=k,
             scale=scale,
             semidefinite=approximation.semidefinite,
-            extra={
-                "jackknife_std_err": jackknife(without),
-                "independent_std_err": moments.independent_std_err,
-            },
+            extra=extra,
         )
 
 

@@ -4,14 +4,12 @@ import jax.numpy as jnp
 
 from .._kernel.dense import normalise, thin_svd
 from .._kernel.leave_one_out import (
-    jackknife,
     leave_one_out,
     leave_one_out_frame,
     Pairs,
     resphere,
-    sample_covariance,
+    standard_errors,
 )
-from .._moments import Moments
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
 from .base import AbstractSketchEstimator, Sketch
 
@@ -111,17 +109,14 @@ class XTraceEstimator(AbstractSketchEstimator):
         c_pair = factor(essential[:, None] + essential, all_inside - restored)
         without = trace - pairs.trace(form) + c_pair * (own_form(beta_pair) + cross_form)
 
-        moments = Moments.of(samples)
+        std_err, extra = standard_errors(samples, without)
         return Sketch(
             samples,
-            moments.std_err(sample_covariance(samples, without)),
+            std_err,
             leave_one_out_frame(probes, q, loo, self.improved),
             num_matvecs=2 * m,
             scale=scale,
-            extra={
-                "jackknife_std_err": jackknife(without),
-                "independent_std_err": moments.independent_std_err,
-            },
+            extra=extra,
         )
 
 

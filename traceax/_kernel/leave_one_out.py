@@ -15,6 +15,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._moments import Moments
+
 
 class LeaveOneOut(eqx.Module):
     """- `directions`: `S` above; a zero column where the probe is not `essential`.
@@ -156,3 +158,16 @@ def jackknife(pairs: Inexact[Array, "m m"]) -> Real[Array, ""]:
     largest = jnp.max(deviation)
     unit = deviation / jnp.where(largest > 0, largest, 1)
     return largest * jnp.sqrt((m - 1) / m * jnp.sum(unit**2))
+
+
+def standard_errors(
+    samples: Inexact[Array, " m"], pairs: Inexact[Array, "m m"]
+) -> tuple[Real[Array, ""], dict[str, Array]]:
+    """The standard error of the mean of leave-one-out samples, and two others by name:
+    the jackknife, which is cautious, and the published one, which takes the samples to
+    be independent and is too small."""
+    moments = Moments.of(samples)
+    return moments.std_err(sample_covariance(samples, pairs)), {
+        "jackknife_std_err": jackknife(pairs),
+        "independent_std_err": moments.independent_std_err,
+    }

@@ -31,7 +31,7 @@ def orthonormalise(
     n, m = probes.shape
     if 4 * m <= n:
         return thin_svd_gram(probes)
-    return thin_svd(probes, float(jnp.finfo(probes.dtype).eps))
+    return thin_svd(probes, m * float(jnp.finfo(probes.dtype).eps))
 
 
 def nystrom(

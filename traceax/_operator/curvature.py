@@ -110,9 +110,9 @@ def ggn(
         }
         ```
     """
+    jacobian = lx.linearise(_jacobian(model, x))
     outputs = model(x)
     _check_scalar("loss", loss, outputs)
-    jacobian = lx.linearise(_jacobian(model, x))
     curvature = lx.linearise(hessian(loss, outputs))
     return lx.TaggedLinearOperator(jacobian.T @ curvature @ jacobian, _SEMIDEFINITE)
 
