@@ -22,11 +22,7 @@ def script(path):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SCRIPTS = {
-    str(page.relative_to(ROOT)): script(page)
-    for page in PAGES
-    if ROOT / "docs" / "api" not in page.parents
-}
+SCRIPTS = {str(page.relative_to(ROOT)): script(page) for page in PAGES}
 
 
 def test_there_are_examples():

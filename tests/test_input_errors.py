@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
@@ -20,6 +21,14 @@ MATRIX = jnp.diag(jnp.arange(1.0, N + 1)) + 0.1
 TAGGED = matrix_free(MATRIX, PSD)
 SKETCHES = [tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator, tx.XTraceEstimator]
 PSD_ONLY = [tx.NystromPlusPlusEstimator, tx.XNysTraceEstimator]
+
+
+@pytest.fixture(autouse=True)
+def as_users_call():
+    """Without the run-time checks of annotations, which would come before ours."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def struct(*shape, dtype=jnp.float64):
@@ -79,6 +88,20 @@ def check(exception, parts, call):
             ["int32", "one floating or complex dtype"],
             id="integer-products",
         ),
+        pytest.param(
+            lambda v: v,
+            struct(0),
+            ValueError,
+            ["at least one row", "Found size 0"],
+            id="size-0",
+        ),
+        pytest.param(
+            lambda v: v,
+            {"a": struct(0), "b": struct(0, 3)},
+            ValueError,
+            ["at least one row", "Found size 0"],
+            id="tree-of-size-0",
+        ),
     ],
 )
 def test_operator_structure(fn, structure, exception, parts):
@@ -97,6 +120,7 @@ def test_operator_structure(fn, structure, exception, parts):
 def test_not_an_operator(operator, parts):
     parts = ["`operator` must be a `lineax.AbstractLinearOperator`", *parts]
     check(TypeError, parts, lambda: tx.trace(operator, k=4, key=KEY))
+    check(TypeError, parts, lambda: tx.select_trace_estimator(operator, 4))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +129,7 @@ def test_not_an_operator(operator, parts):
         (0, ValueError, ["at least 1", "Found 0"]),
         (-3, ValueError, ["at least 1", "Found -3"]),
         (4.0, TypeError, ["integer", "Found 4.0 of type float", "int(4.0)"]),
+        (3.5, TypeError, ["integer", "Found 3.5 of type float", "int(3.5)"]),
         (True, TypeError, ["integer", "Found True of type bool"]),
         ("4", TypeError, ["integer", "Found '4' of type str"]),
         (None, TypeError, ["integer", "Found None"]),
@@ -112,6 +137,23 @@ def test_not_an_operator(operator, parts):
 )
 def test_budget(k, exception, parts):
     check(exception, ["`k`", *parts], lambda: tx.trace(TAGGED, k=k, key=KEY))
+    check(exception, ["`k`", *parts], lambda: tx.select_trace_estimator(TAGGED, k))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("estimator", tx.XTraceEstimator, ["AbstractTraceEstimator", "XTraceEstimator'"]),
+        ("estimator", "xtrace", ["AbstractTraceEstimator", "Found 'xtrace'"]),
+        ("estimator", None, ["AbstractTraceEstimator", "Found None"]),
+        ("execution", 3, ["AbstractExecution", "Found 3"]),
+        ("execution", tx.Local, ["AbstractExecution", "Local'"]),
+    ],
+)
+def test_not_an_instance(name, value, parts):
+    example = {"estimator": "XTraceEstimator()", "execution": "Local()"}[name]
+    parts = [f"`{name}` must be an instance", *parts, f"`traceax.{example}`"]
+    check(TypeError, parts, lambda: tx.trace(TAGGED, k=4, key=KEY, **{name: value}))
 
 
 @pytest.mark.parametrize("kind", [jnp.asarray, np.int32])
@@ -224,7 +266,7 @@ def test_resphering_needs_rotation_invariance(estimator):
     assert not estimator(sampler, improved=False).improved
 
 
-@pytest.mark.parametrize("block_size", [0, -1])
+@pytest.mark.parametrize("block_size", [0, -1, True, 2.0])
 def test_block_size(block_size):
     parts = ["`block_size`", "positive", f"Found {block_size}"]
     check(ValueError, parts, lambda: tx.Local(block_size))

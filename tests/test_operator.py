@@ -113,7 +113,7 @@ def test_structure_and_tags(name):
     leaves = jax.tree.leaves(op.in_structure())
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
     assert lx.is_positive_semidefinite(op) == (name != "hessian")
-    assert lx.is_symmetric(op) or name != "hessian"
+    assert lx.is_symmetric(op)
 
 
 @every_operator
@@ -246,6 +246,17 @@ KINDS = {
         0,
     ),
     "composed": (STORED @ STORED, N),
+    "composed-diagonals": (lx.DiagonalLinearOperator(DIAGONAL) @ IDENTITY, 0),
+    "composed-diagonal-squared": (
+        lx.DiagonalLinearOperator(DIAGONAL) @ lx.DiagonalLinearOperator(MATRIX[0]),
+        0,
+    ),
+    "composed-function-diagonal": (
+        function(lx.diagonal_tag, jnp.diag(DIAGONAL))
+        @ lx.DiagonalLinearOperator(MATRIX[0]),
+        1,
+    ),
+    "composed-diagonal-matrix": (lx.DiagonalLinearOperator(DIAGONAL) @ STORED, N),
     "shifted-multiple": (
         (2 * STORED + IDENTITY) / 4,
         0,

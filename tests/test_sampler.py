@@ -176,7 +176,9 @@ def test_wide_dtype_is_narrowed_without_x64():
     [
         (tx.NormalSampler, jnp.int32, "floating or complex"),
         (tx.SphereSampler, jnp.int32, "floating or complex"),
-        (tx.RademacherSampler, jnp.bool_, "numeric"),
+        (tx.RademacherSampler, jnp.bool_, "signed numeric"),
+        (tx.RademacherSampler, jnp.uint8, "signed numeric"),
+        (tx.RademacherSampler, jnp.uint32, "signed numeric"),
         (tx.SteinhausSampler, jnp.float32, "complex"),
     ],
 )

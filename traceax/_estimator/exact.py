@@ -9,7 +9,8 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     """The trace itself, without randomness.
 
     Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
-    operators, their sums and multiples) it is summed, and no product is made. Otherwise
+    operators, their sums and multiples, products of diagonal ones) it is summed, and no
+    product is made. Otherwise
     `n` products with unit vectors, a block at a time: pass `k >= n`. `std_err` is 0.
 
     Every estimator does this when its budget is `k >= n`.

@@ -13,8 +13,9 @@ class Nystrom(eqx.Module):
 
     - `factor`: B.
     - `whitener`: `diag(h)^(-1/2) U*`, which maps coordinates in `Q` to those of B.
-    - `shift`: a multiple of the roundoff of Y, for the stability of Algorithm 3 of Tropp,
-        Yurtsever, Udell and Cevher, NeurIPS 2017, arXiv:1706.05736.
+    - `shift`: the error of Y, for the stability of Algorithm 3 of Tropp, Yurtsever, Udell
+        and Cevher, NeurIPS 2017, arXiv:1706.05736: that of its dtype, or the larger one
+        that the asymmetry of `Q* Y` shows (products in TF32, or from an inner solve).
     - `semidefinite`: False where A was seen to have a negative eigenvalue.
     """
 
@@ -39,10 +40,10 @@ def nystrom(
 ) -> Nystrom:
     """`basis` is Q (orthonormal or zero columns), `products` is A Q."""
     size = jnp.linalg.norm(products)
-    shift = eps * size
     core = basis.conj().T @ products
+    shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
-    semidefinite = values[0] >= -(eps**0.5) * size
+    semidefinite = values[0] >= -(eps**0.5 * size + shift)
     root = jnp.sqrt(jnp.maximum(values, 0) + shift)
     whitener = (
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T

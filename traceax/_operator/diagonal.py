@@ -21,11 +21,15 @@ def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
         ):
             return diagonal_cost(operator.operator)
         case lx.AddLinearOperator():
-            costs = diagonal_cost(operator.operator1), diagonal_cost(operator.operator2)
-            return min(sum(costs), operator.in_size())
+            return _both(operator)
         case lx.ComposedLinearOperator() if lx.is_diagonal(operator):
-            return diagonal_cost(operator.operator1) + diagonal_cost(operator.operator2)
+            return _both(operator)
         case lx.FunctionLinearOperator() | lx.JacobianLinearOperator():
             return 1 if lx.is_diagonal(operator) else operator.in_size()
         case _:
             return operator.in_size()
+
+
+def _both(operator: lx.AddLinearOperator | lx.ComposedLinearOperator) -> int:
+    costs = diagonal_cost(operator.operator1), diagonal_cost(operator.operator2)
+    return min(sum(costs), operator.in_size())
