@@ -360,8 +360,8 @@ def test_traced_once_for_each_budget(estimator):
 @pytest.mark.parametrize("spectrum", ["decaying", "rank 5"])
 @pytest.mark.parametrize("estimator", VARIANTS, ids=label)
 def test_products_less_accurate_than_their_dtype(estimator, spectrum):
-    """float32 products rounded as an accelerator's TF32 does: the RMS error is within three
-    standard errors plus a tenth of a rounding of the trace, for 40 keys."""
+    """float32 products rounded as an accelerator's TF32 does: the RMS error is
+    within three standard errors plus a tenth of a rounding of the trace, 40 keys."""
 
     def tf32(x):
         return jax.lax.reduce_precision(x, 8, 10)
