@@ -1,3 +1,9 @@
+import os
+
+
+# LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import equinox.internal as eqxi
 import jax
 import jaxtyping

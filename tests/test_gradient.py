@@ -216,3 +216,17 @@ def test_no_factorisation_is_added_by_the_gradient(estimator):
         assert calls(jax.grad(value)) == 0
     elif isinstance(estimator, tx.HutchPlusPlusEstimator | tx.XTraceEstimator):
         assert calls(jax.grad(value)) <= calls(value)
+
+
+@pytest.mark.parametrize(
+    "estimator", [tx.NystromPlusPlusEstimator(), tx.XNysTraceEstimator()]
+)
+def test_gradient_of_a_negative_semidefinite_operator(estimator):
+    matrix = family(jnp.float64)
+
+    def negative(theta):
+        operator = matrix_free(-matrix(theta), lx.negative_semidefinite_tag)
+        return tx.trace(operator, estimator, k=9, key=jr.key(0)).value
+
+    positive = jax.grad(lambda t: estimate(matrix(t), estimator, jr.key(0)))(0.3)
+    assert jnp.allclose(jax.grad(negative)(0.3), -positive, rtol=1e-11)
