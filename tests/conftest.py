@@ -13,13 +13,14 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 
 # Shapes and dtypes in annotations are checked at run time, except where users' mistakes
-# arrive: `_trace` and `_solve` have messages of their own, which are tested.
+# arrive: those modules have messages of their own, which are tested.
 _CHECKED = (
     "_estimator",
     "_exact",
     "_execution",
     "_gradient",
     "_kernel",
+    "_matfun",
     "_moments",
     "_operator",
     "_sampler",

@@ -1,4 +1,4 @@
-"""Traces of linear operators that can only be applied to vectors."""
+"""Traces and log-determinants of operators that can only be applied to vectors."""
 
 from importlib.metadata import version as _version
 
@@ -19,6 +19,29 @@ from ._estimator.nystrompp import NystromPlusPlusEstimator as NystromPlusPlusEst
 from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local
+from ._logdet import logdet as logdet
+from ._matfun.action import function_of as function_of
+from ._matfun.base import AbstractFunctionEstimator as AbstractFunctionEstimator
+from ._matfun.functions import (
+    AbstractSpectralFunction as AbstractSpectralFunction,
+    Entropy as Entropy,
+    Exp as Exp,
+    Inverse as Inverse,
+    Log as Log,
+    Power as Power,
+)
+from ._matfun.gradients import (
+    AbstractFunctionGradient as AbstractFunctionGradient,
+    LanczosGradient as LanczosGradient,
+    SolveGradient as SolveGradient,
+)
+from ._matfun.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
+from ._matfun.preconditioner import (
+    nystrom_preconditioner as nystrom_preconditioner,
+    pivoted_cholesky_preconditioner as pivoted_cholesky_preconditioner,
+    Preconditioner as Preconditioner,
+)
+from ._matfun.slq import SLQEstimator as SLQEstimator
 from ._operator.curvature import (
     ggn as ggn,
     hessian as hessian,
@@ -33,6 +56,8 @@ from ._sampler import (
 )
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._trace import trace as trace
+from ._trace_of_function import trace_of_function as trace_of_function
+from ._vectors import hermitian_tag as hermitian_tag
 
 
 __version__ = _version("traceax")

@@ -1,11 +1,28 @@
 import abc
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree, Shaped
 
 from ._vectors import FlatOperator
+
+
+@contextlib.contextmanager
+def full_precision(
+    matmat: Callable[[Array], Array],
+) -> Iterator[Callable[[Array], Array]]:
+    """Our own products must not fall to the low-precision default of an accelerator;
+    those with the operator, `matmat`, stay as the user has them."""
+    asked = jax.config.jax_default_matmul_precision  # pyright: ignore
+
+    def as_asked(x):
+        with jax.default_matmul_precision(asked):
+            return matmat(x)
+
+    with jax.default_matmul_precision("highest"):
+        yield as_asked
 
 
 class AbstractExecution(eqx.Module):
@@ -17,8 +34,10 @@ class AbstractExecution(eqx.Module):
         fn: Callable[[FlatOperator, PyTree], PyTree],
         operator: FlatOperator,
         xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
     ) -> PyTree[Shaped[Array, "m ..."]]:
-        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked."""
+        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked. One
+        call of `fn` holds about `width` vectors of length n."""
 
     def matmat(self, operator: FlatOperator, x: Array) -> Array:
         """The operator applied to the columns of `x`, shape `(n, m)`."""
@@ -34,7 +53,8 @@ class Local(AbstractExecution):
     **Attributes:**
 
     - `block_size`: probe vectors per block. `None` takes 128, or fewer where n is large:
-        `max(1, min(128, 2**21 // n))`, so that a block holds at most two million numbers.
+        so many that a block of probes holds at most two million numbers and, for
+        estimators that keep a Krylov basis for each probe, all bases at most 64 million.
     """
 
     block_size: int | None = eqx.field(static=True, default=None)
@@ -46,9 +66,10 @@ class Local(AbstractExecution):
                 f"`block_size` must be a positive Python integer or None. Found {size!r}."
             )
 
-    def map(self, fn, operator, xs):
+    def map(self, fn, operator, xs, width=1):
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = self.block_size or max(1, min(128, 2**21 // operator.size))
+        n = operator.size
+        block = self.block_size or max(1, min(128, 2**21 // n, 2**26 // (n * width)))
         if block >= count:
             return jax.vmap(lambda x: fn(operator, x))(xs)
         batch_size = None if block == 1 else block

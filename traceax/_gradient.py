@@ -1,59 +1,141 @@
 """The derivative of an estimate that is not linear in the operator.
 
-A sketch estimate picks its coefficients from factorisations of the products. Those are
-never differentiated. Beside its value the estimator gives a *frame*: arrays `L, R` of
-shape (n, p), made from the probes and products, with
+An estimate picks its coefficients from factorisations of the products. Those are never
+differentiated. Beside its value an estimator gives a *frame*: arrays `L, R` of shape
+(n, p), made from the probes and products, with
 
-    E[ sum(conj(L) * (dA R)) ] = d tr A    for every direction dA.
+    E[ sum(conj(L) * (dA R)) ] = d value    for every direction dA,
 
-The rule below takes that sum as the derivative. The frame is held constant to all
-orders, so the second derivative is `sum(conj(L) * (d2A R))`, which is unbiased too.
+and the one rule below takes that sum as the derivative. How `L` depends on the operator
+decides about second derivatives, so it is not an array but a function of the operator:
+
+- `Frame`: constant to all orders. For a trace, where `E[R L*] = I`, the second derivative
+  `sum(conj(L) * (d2A R))` is unbiased too.
+- `FirstOrderFrame`: an approximation of `f'(A) R` for `tr f(A)`, whose own derivative is
+  not known. A second derivative is refused.
+- `SolvedFrame`: `f'(A) R` by linear solves, differentiable to all orders.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import abc
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PyTree
+import lineax as lx
+from jaxtyping import Array, Inexact
 
 from ._execution import AbstractExecution
 from ._vectors import FlatOperator
 
 
-Frame = tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]
-_Aux = TypeVar("_Aux", bound=PyTree)
+class AbstractFrame(eqx.Module):
+    """`linear`: whether the value is a linear functional of the operator."""
+
+    right: eqx.AbstractVar[Inexact[Array, "n p"]]
+    linear: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
+        """L, and with it what second derivatives are to see."""
+
+
+class Frame(AbstractFrame):
+    constant: Inexact[Array, "n p"]
+    right: Inexact[Array, "n p"]
+    linear: ClassVar[bool] = True
+
+    def left(self, operator):
+        return self.constant
+
+
+class FirstOrderFrame(AbstractFrame):
+    approximation: Inexact[Array, "n p"]
+    right: Inexact[Array, "n p"]
+    linear: ClassVar[bool] = False
+
+    def left(self, operator):
+        return _refuse_second(operator, self.approximation)
+
+
+class SolvedFrame(AbstractFrame):
+    """`coefficient * A^(-num_solves) R`, or with the adjoint of A if it is not Hermitian
+    positive definite."""
+
+    right: Inexact[Array, "n p"]
+    solver: lx.AbstractLinearSolver
+    coefficient: float = eqx.field(static=True)
+    num_solves: int = eqx.field(static=True)
+    hermitian: bool = eqx.field(static=True)
+    linear: ClassVar[bool] = False
+
+    def left(self, operator):
+        structure = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
+        tags = lx.positive_semidefinite_tag if self.hermitian else ()
+        matrix = lx.FunctionLinearOperator(operator.fn, structure, tags)
+        if not self.hermitian:
+            matrix = lx.conj(matrix.transpose())
+
+        def solve(column):
+            for _ in range(self.num_solves):
+                column = lx.linear_solve(matrix, column, self.solver).value
+            return self.coefficient * column
+
+        return jax.vmap(solve, in_axes=1, out_axes=1)(self.right)
 
 
 @eqx.filter_custom_jvp
-def differentiate_by_frame(
+def _refuse_second(operator: FlatOperator, x: Any) -> Any:
+    return x
+
+
+@_refuse_second.def_jvp
+def _refuse_second_rule(primals, tangents) -> Any:
+    perturbed = [t for t in jax.tree.leaves(tangents[0]) if t is not None]
+    if perturbed:
+        raise NotImplementedError(
+            "The gradient that comes from the Lanczos run has no derivative of its own. "
+            "For second derivatives of a log-determinant or of the trace of an inverse, "
+            "pass `gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`."
+        )
+    return primals[1], tangents[1]
+
+
+@eqx.filter_custom_jvp
+def attach(
     operator: FlatOperator,
-    probes: Inexact[Array, "n m"],
+    value: Inexact[Array, ""],
+    frame: AbstractFrame,
     *,
-    evaluate: Callable[..., tuple[Inexact[Array, ""], Frame, _Aux]],
     execution: AbstractExecution,
-) -> tuple[Inexact[Array, ""], Frame, _Aux]:
-    """`evaluate(matmat, probes)`, which gives a value, its frame and anything else; the
-    value gets the derivative that the frame says, the rest none."""
-    return evaluate(lambda x: execution.matmat(operator, x), probes)
+) -> Inexact[Array, ""]:
+    """`value`, with the derivative in the operator's arrays that the frame says. Make
+    `value` and `frame` from `operator.frozen`."""
+    return value
 
 
-@differentiate_by_frame.def_jvp
-def _rule(primals, tangents, *, evaluate, execution) -> Any:
-    operator, probes = primals
-    out = differentiate_by_frame(operator, probes, evaluate=evaluate, execution=execution)
-    left, right = jax.lax.stop_gradient(out[1])
+@attach.def_jvp
+def _attach_rule(primals, tangents, *, execution) -> Any:
+    operator, value, frame = primals
+    out = attach(operator, value, frame, execution=execution)
+    left, right = frame.left(operator), frame.right
 
     def contract(operator):
-        terms = execution.map(
-            lambda operator, column: jnp.vdot(
-                column[0], operator.mv(column[1]), precision="highest"
-            ),
-            operator,
-            (left.T, right.T),
-        )
-        return jnp.sum(terms)
+        terms = execution.map(_form, operator, (left.T, right.T))
+        total = jnp.sum(terms)
+        return total if jnp.iscomplexobj(value) else total.real
 
-    _, tangent = eqx.filter_jvp(contract, (operator,), (tangents[0],))
-    return out, (tangent, *jax.tree.map(lambda _: None, out[1:]))
+    tangent = tangents[1]
+    if tangent is not None and not frame.linear:
+        tangent = _refuse_second(operator, tangent)
+    if any(t is not None for t in jax.tree.leaves(tangents[0])):
+        _, along = eqx.filter_jvp(contract, (operator,), (tangents[0],))
+        along = along.astype(value.dtype)
+        tangent = along if tangent is None else tangent + along
+    return out, tangent
+
+
+@eqx.filter_checkpoint
+def _form(operator: FlatOperator, columns: tuple[Array, Array]) -> Array:
+    left, right = columns
+    return jnp.vdot(left, operator.mv(right), precision="highest")

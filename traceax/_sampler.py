@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 
-from ._vectors import standard_promotion
+from ._vectors import FlatOperator, standard_promotion
 
 
 class AbstractSampler(eqx.Module):
@@ -84,6 +84,23 @@ def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLik
             "Leave the sampler's `dtype` unset to follow the operator."
         )
     return dtype
+
+
+def draw_for(
+    operator: FlatOperator,
+    sampler: AbstractSampler,
+    key: PRNGKeyArray | None,
+    indices: Array,
+) -> Inexact[Array, "n m"]:
+    """Probes that the operator's own dtypes hold exactly."""
+    if key is None:
+        raise ValueError(
+            "`key` is missing: the estimator draws random probes. Pass, for example, "
+            "`key=jax.random.key(0)`."
+        )
+    dtype = probe_dtype(sampler, operator.dtype)
+    probes = draw(sampler, key, indices, operator.size, dtype)
+    return probes.astype(operator.precision).astype(operator.dtype)
 
 
 def check_resphering(sampler: AbstractSampler, improved: bool) -> None:

@@ -1,6 +1,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
@@ -33,17 +34,57 @@ Likely causes:
 """.strip()
 
 
+_not_positive_definite_msg = """
+The function needs a positive definite operator, and a Ritz value (an eigenvalue of the
+operator's compression to a Krylov space) was negative beyond rounding, or all were zero.
+`solution.stats["ritz_values"]` has the smallest and the largest one.
+
+Likely causes:
+
+(a) the operator is not positive definite, although it is tagged: add a multiple of the
+    identity (`jitter`), or for a log-determinant leave the tag out, and `traceax.logdet`
+    takes the absolute value; or
+
+(b) the operator is not Hermitian; or
+
+(c) the products are less accurate than their dtype suggests, or the operator is singular
+    in that dtype: use a wider one.
+""".strip()
+
+_outside_domain_msg = """
+A Ritz value (an eigenvalue of the operator's compression to a Krylov space) was outside
+the domain of the function, beyond rounding, or the function was not finite there.
+`solution.stats["ritz_values"]` has the smallest and the largest one.
+
+Likely causes:
+
+(a) the operator has eigenvalues where the function is not defined; or
+
+(b) the function overflows: scale the operator or use a wider dtype.
+""".strip()
+
+
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """How a call ended. The members of `lineax.RESULTS`, and:
 
     - `nonfinite_product`: a product or the estimate was NaN or infinite.
     - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
+    - `not_positive_definite`: for a logarithm or inverse, a Ritz value was negative.
+    - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
     `RESULTS[solution.result]` is the message.
     """
 
     nonfinite_product = _nonfinite_msg
     not_semidefinite = _not_semidefinite_msg
+    not_positive_definite = _not_positive_definite_msg
+    outside_domain = _outside_domain_msg
+
+
+def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
+    """`how` if `failed`, else `RESULTS.successful`."""
+    successful: Any = RESULTS.successful
+    return RESULTS.where(jnp.asarray(failed), how, successful)
 
 
 class Estimate(eqx.Module):
@@ -54,7 +95,7 @@ class Estimate(eqx.Module):
     - `samples`: the per-sample estimates, of which `value` is the mean.
     - `num_matvecs`: products with the operator, a Python integer.
     - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
-    - `semidefinite`: False if the operator was seen not to be as it is tagged.
+    - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     """
 
@@ -63,7 +104,7 @@ class Estimate(eqx.Module):
     samples: Inexact[Array, " m"]
     num_matvecs: int = eqx.field(static=True)
     rounding: float = eqx.field(static=True)
-    semidefinite: Bool[Array, ""] | None = None
+    result: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 

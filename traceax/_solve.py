@@ -1,5 +1,5 @@
 import operator as _builtin
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import equinox as eqx
 import jax
@@ -8,14 +8,23 @@ import lineax as lx
 from jax.core import Tracer
 from jaxtyping import PRNGKeyArray
 
-from ._exact import exact_trace
 from ._execution import AbstractExecution
 from ._solution import Estimate, RESULTS, Solution
-from ._vectors import check_square, standard_promotion
+from ._vectors import check_square, dtypes, hermitian_tag, standard_promotion
 
 
 class _Runnable(Protocol):
-    min_matvecs: Any
+    fallback: ClassVar[str]
+
+    @property
+    def min_matvecs(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate: ...
 
     def run(
         self,
@@ -44,24 +53,50 @@ def check_operator(operator: Any) -> None:
     )
 
 
-def check_budget(k: Any) -> int:
-    if isinstance(k, Tracer):
+def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
+    """Raise unless the tags say so; lineax has no tag for complex Hermitian operators."""
+    is_complex = jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
+    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+        return
+    if hermitian_tag in getattr(operator, "tags", ()):
+        return
+    if not is_complex and lx.is_symmetric(operator):
+        return
+    tag = "traceax.hermitian_tag" if is_complex else "lineax.symmetric_tag"
+    raise ValueError(
+        "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "
+        f"{type(operator).__name__} without one. If it is, wrap it: "
+        f"`lineax.TaggedLinearOperator(operator, {tag})`, or "
+        "`lineax.positive_semidefinite_tag` where that holds."
+    )
+
+
+def check_instance(name: str, value: Any, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
         raise TypeError(
-            "`k` must be a Python integer, because array shapes depend on it. Found a "
-            f"traced value, {k}. Mark it static: `jax.jit(f, static_argnames='k')`, or "
-            "use `equinox.filter_jit`, which does so for Python integers."
+            f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
+            f"{value!r}. Pass an object, for example `traceax.{example}`."
         )
-    if isinstance(k, bool) or not hasattr(k, "__index__"):
+
+
+def check_positive(name: str, value: Any) -> int:
+    """A Python integer, 1 or more, on which array shapes depend."""
+    if isinstance(value, Tracer):
         raise TypeError(
-            f"`k`, the number of matrix-vector products, must be an integer. Found {k!r} "
-            f"of type {type(k).__name__}. Round it, for example `int({k!r})`."
+            f"`{name}` must be a Python integer, because array shapes depend on it. "
+            f"Found a traced value, {value}. Mark it static: `jax.jit(f, "
+            f"static_argnames='{name}')`, or use `equinox.filter_jit`, which does so for "
+            "Python integers."
         )
-    k = _builtin.index(k)
-    if k < 1:
-        raise ValueError(
-            f"`k`, the number of matrix-vector products, must be at least 1. Found {k}."
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"`{name}` must be an integer. Found {value!r} of type "
+            f"{type(value).__name__}. Round it, for example `int({value!r})`."
         )
-    return k
+    value = _builtin.index(value)
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1. Found {value}.")
+    return value
 
 
 def check_key(key: Any) -> None:
@@ -82,9 +117,9 @@ def check_key(key: Any) -> None:
 
 @eqx.filter_jit
 def _run(estimator, operator, k, key, execution) -> Solution:
-    with jax.named_scope(type(estimator).__name__), standard_promotion():
+    with jax.named_scope(estimator.name), standard_promotion():
         if k >= operator.in_size():
-            estimate = exact_trace(operator, execution)
+            estimate = estimator.exact(operator, execution)
         else:
             estimate = estimator.run(operator, k, key, execution)
     value = estimate.value
@@ -93,10 +128,9 @@ def _run(estimator, operator, k, key, execution) -> Solution:
     rounding = estimate.rounding * jnp.abs(jax.lax.stop_gradient(value))
     std_err = jnp.hypot(std_err, rounding)
     finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(samples))
-    result: Any = RESULTS.successful
-    if estimate.semidefinite is not None:
-        result = RESULTS.where(estimate.semidefinite, result, RESULTS.not_semidefinite)
-    result = RESULTS.where(finite, result, RESULTS.nonfinite_product)
+    result: Any = RESULTS.successful if estimate.result is None else estimate.result
+    unseen = ~finite & (result == RESULTS.successful)
+    result = RESULTS.where(unseen, RESULTS.nonfinite_product, result)
     stats = {
         "num_matvecs": estimate.num_matvecs,
         "samples": samples,
@@ -119,16 +153,21 @@ def solve(
     A budget of n products or more is spent on the exact trace, whatever the estimator.
     """
     check_operator(operator)
-    k = check_budget(k)
+    k = check_positive("k", k)
     check_key(key)
     if k < min(estimator.min_matvecs, operator.in_size()):
         raise ValueError(
-            f"`{type(estimator).__name__}` needs at least k={estimator.min_matvecs} "
-            f"matrix-vector products. Found k={k}. Raise `k`, or use "
-            "`traceax.HutchinsonEstimator`, which needs 1."
+            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found k={k}. "
+            f"Raise `k`, or use `traceax.{estimator.fallback}`, which needs 1."
         )
     solution = _run(estimator, operator, k, key, execution)
-    if throw:
-        failed = solution.result != RESULTS.successful
-        solution = solution.result.error_if(solution, failed)
-    return solution
+    return _raise_if_failed(solution) if throw else solution
+
+
+def _raise_if_failed(solution: Solution) -> Solution:
+    failed = solution.result != RESULTS.successful
+    ritz_values = solution.stats.get("ritz_values")
+    if ritz_values is None or isinstance(failed, Tracer) or not failed:
+        return solution.result.error_if(solution, failed)
+    found = f"Found Ritz values from {ritz_values[0]} to {ritz_values[1]}."
+    return eqx.error_if(solution, failed, f"{RESULTS[solution.result]}\n\n{found}")

@@ -5,10 +5,7 @@ from ._estimator.auto import AutoTraceEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._solution import Solution
-from ._solve import solve
-
-
-_EXAMPLES = {"estimator": "XTraceEstimator()", "execution": "Local()"}
+from ._solve import check_instance, solve
 
 
 def trace(
@@ -75,13 +72,6 @@ def trace(
     - An `equinox` run-time error with `throw=True`: a product was not finite, or a
         semidefinite tag is wrong.
     """
-    for name, value, kind in (
-        ("estimator", estimator, AbstractTraceEstimator),
-        ("execution", execution, AbstractExecution),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
-                f"{value!r}. Pass an object, for example `traceax.{_EXAMPLES[name]}`."
-            )
+    check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
+    check_instance("execution", execution, AbstractExecution, "Local()")
     return solve(estimator, operator, k=k, key=key, execution=execution, throw=throw)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
 
 @contextlib.contextmanager
@@ -15,6 +15,14 @@ def standard_promotion() -> Iterator[None]:
     """JAX's default promotion for our own arithmetic, whatever strict mode a user set."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+class _HermitianTag:
+    def __repr__(self):
+        return "hermitian_tag"
+
+
+hermitian_tag = _HermitianTag()
 
 
 class FlatOperator(eqx.Module):
@@ -39,8 +47,25 @@ class FlatOperator(eqx.Module):
         """Unit roundoff of the products."""
         return float(jnp.finfo(self.precision).eps)
 
+    @property
+    def rounding(self) -> float:
+        """Relative size of rounding errors in an estimate: those of n-term sums in the
+        working dtype, and those of single products in the operator's."""
+        return 2 * self.eps + float(jnp.finfo(self.dtype).eps) * self.size**0.5
+
+    @property
+    def frozen(self) -> "FlatOperator":
+        """The same operator, constant to all derivatives."""
+        arrays, static = eqx.partition(self, eqx.is_array)
+        return eqx.combine(jax.lax.stop_gradient(arrays), static)
+
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return self.fn(vector)
+
+    def adjoint_mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        structure = jax.ShapeDtypeStruct((self.size,), self.dtype)
+        (product,) = jax.linear_transpose(self.fn, structure)(vector.conj())
+        return product.conj()
 
 
 def check_square(operator: lx.AbstractLinearOperator) -> None:
@@ -78,23 +103,47 @@ def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:
     return dtype, max(found, key=lambda each: float(jnp.finfo(each).eps))
 
 
+def to_flat(tree: PyTree, dtype: DTypeLike) -> Inexact[Array, " n"]:
+    """The leaves joined one after another."""
+    parts = [leaf.reshape(-1).astype(dtype) for leaf in tree_leaves(tree)]
+    return jnp.concatenate(parts)
+
+
+def from_flat(vector: Inexact[Array, " n"], structure: PyTree) -> PyTree:
+    """The inverse of `to_flat`, for a PyTree of `jax.ShapeDtypeStruct`."""
+    leaves = tree_leaves(structure)
+    splits = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]
+    pieces = [
+        piece.reshape(leaf.shape).astype(leaf.dtype)
+        for piece, leaf in zip(jnp.split(vector, splits), leaves, strict=True)
+    ]
+    return tree_unflatten(tree_structure(structure), pieces)
+
+
 def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
     """The operator as a map of flat vectors: PyTrees are joined leaf after leaf."""
     structure = operator.in_structure()
-    leaves = tree_leaves(structure)
-    splits = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]
     dtype, precision = dtypes(operator)
     linear = lx.linearise(operator)
 
     def mv(vector):
-        pieces = [
-            piece.reshape(leaf.shape).astype(leaf.dtype)
-            for piece, leaf in zip(jnp.split(vector, splits), leaves, strict=True)
-        ]
-        product = linear.mv(tree_unflatten(tree_structure(structure), pieces))
-        parts = [part.reshape(-1).astype(dtype) for part in tree_leaves(product)]
-        return jnp.concatenate(parts)
+        return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
     fn = eqx.filter_closure_convert(mv, jax.ShapeDtypeStruct((size,), dtype))
     return FlatOperator(fn, size, dtype, precision)
+
+
+def unflatten(
+    fn: Callable[[Array], Array],
+    structure: PyTree,
+    dtype: DTypeLike,
+    tags: object,
+) -> lx.FunctionLinearOperator:
+    """A map of flat vectors as an operator on PyTrees of `structure`."""
+
+    def mv(tree):
+        with standard_promotion():
+            return from_flat(fn(to_flat(tree, dtype)), structure)
+
+    return lx.FunctionLinearOperator(mv, structure, tags)

@@ -3,7 +3,7 @@ from typing import ClassVar
 import lineax as lx
 
 from .._operator.diagonal import diagonal_cost
-from .._solve import check_budget, check_operator
+from .._solve import check_operator, check_positive
 from .base import AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator
@@ -36,7 +36,7 @@ def select_trace_estimator(
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
     check_operator(operator)
-    k = check_budget(k)
+    k = check_positive("k", k)
     if diagonal_cost(operator) <= k:
         return ExactTraceEstimator()
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):

@@ -1,6 +1,6 @@
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from .._execution import AbstractExecution, Local
-from .._gradient import differentiate_by_frame, Frame
+from .._exact import exact_trace
+from .._execution import AbstractExecution, full_precision, Local
+from .._gradient import attach, Frame
 from .._moments import Moments, sample_mean
-from .._sampler import AbstractSampler, draw, probe_dtype
-from .._solution import Estimate
+from .._sampler import AbstractSampler, draw_for
+from .._solution import Estimate, failure, RESULTS
 from .._solve import solve
-from .._vectors import FlatOperator, flatten, standard_promotion
+from .._vectors import flatten
 
 
 class AbstractTraceEstimator(eqx.Module):
@@ -25,6 +26,17 @@ class AbstractTraceEstimator(eqx.Module):
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
+    fallback: ClassVar[str] = "HutchinsonEstimator"
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        """The trace itself, from at most n products."""
+        return exact_trace(operator, execution)
 
     @abc.abstractmethod
     def run(
@@ -54,30 +66,6 @@ class AbstractTraceEstimator(eqx.Module):
         return self.estimate(key, operator, k)
 
 
-def _probes(
-    sampler: AbstractSampler,
-    key: PRNGKeyArray | None,
-    operator: FlatOperator,
-    indices: Array,
-) -> Inexact[Array, "n m"]:
-    """Probes that the operator's own dtypes hold exactly."""
-    if key is None:
-        raise ValueError(
-            "`key` is missing: the estimator draws random probes. Pass, for example, "
-            "`key=jax.random.key(0)`."
-        )
-    dtype = probe_dtype(sampler, operator.dtype)
-    probes = draw(sampler, key, indices, operator.size, dtype)
-    return probes.astype(operator.precision).astype(operator.dtype)
-
-
-def _rounding(operator: FlatOperator) -> float:
-    """Relative size of rounding errors: those of n-term sums in the working dtype, and
-    those of single products in the operator's."""
-    working = float(jnp.finfo(operator.dtype).eps)
-    return 2 * operator.eps + working * operator.size**0.5
-
-
 class AbstractStreamingEstimator(AbstractTraceEstimator):
     """An estimator whose samples are independent, one from each probe.
 
@@ -96,7 +84,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         flat = flatten(operator)
 
         def body(flat, index):
-            probe = _probes(self.sampler, key, flat, index[None])[:, 0]
+            probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
             return self.sample(flat.mv, probe)
 
         # The backward pass draws a block's probes again instead of storing them all.
@@ -108,7 +96,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             std_err=moments.std_err(),
             samples=samples,
             num_matvecs=k,
-            rounding=_rounding(flat),
+            rounding=flat.rounding,
         )
 
 
@@ -129,10 +117,10 @@ class Sketch(eqx.Module):
 
     samples: Inexact[Array, " m"]
     std_err: Real[Array, ""]
-    frame: Frame
+    frame: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]
     num_matvecs: int = eqx.field(static=True)
     scale: Real[Array, ""] | float = 1.0
-    semidefinite: Bool[Array, ""] | None = None
+    semidefinite: Bool[Array, ""] | bool = True
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
@@ -168,33 +156,19 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         sign = -1 if negative else 1
         flat = flatten(-operator if negative else operator)
 
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-
-        def evaluate(matmat, probes):
-            def matmat_as_asked(x):
-                with jax.default_matmul_precision(precision):
-                    return matmat(x)
-
-            # The sketch's own products must not fall to the low-precision default of an
-            # accelerator; the operator's stay as the user has them.
-            with jax.default_matmul_precision("highest"), standard_promotion():
-                sketch = self.sketch(matmat_as_asked, probes, k, flat.eps)
-                value = sketch.scale * sample_mean(sketch.samples)
-            return value.astype(flat.dtype), sketch.frame, sketch
-
-        value, _, sketch = differentiate_by_frame(
-            flat,
-            _probes(self.sampler, key, flat, jnp.arange(self.num_probes(k))),
-            evaluate=evaluate,
-            execution=execution,
-        )
+        probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
+        with full_precision(lambda x: execution.matmat(flat.frozen, x)) as matmat:
+            sketch = self.sketch(matmat, probes, k, flat.eps)
+            value = sketch.scale * sample_mean(sketch.samples)
+        value = value.astype(flat.dtype)
+        value = attach(flat, value, Frame(*sketch.frame), execution=execution)
         return Estimate(
             value=sign * value,
             std_err=sketch.scale * sketch.std_err,
             samples=sign * sketch.scale * sketch.samples,
             num_matvecs=sketch.num_matvecs,
-            rounding=_rounding(flat),
-            semidefinite=sketch.semidefinite,
+            rounding=flat.rounding,
+            result=failure(~jnp.asarray(sketch.semidefinite), RESULTS.not_semidefinite),
             extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra),
         )
 

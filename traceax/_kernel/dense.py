@@ -38,19 +38,22 @@ def eigh(x: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
 
 
 @_door
-def _svd(x):
+def svd(
+    x: Inexact[Array, "n m"],
+) -> tuple[Inexact[Array, "n p"], Real[Array, " p"], Inexact[Array, "p m"]]:
+    """Reduced singular value decomposition; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
 
 
 def thin_svd(
-    x: Inexact[Array, "n m"], cutoff: float
+    x: Inexact[Array, "n m"], cutoff: float, scale: Real[Array, ""] | float = 0.0
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " m"], Inexact[Array, "m m"]]:
-    """`x = Q diag(s) Vh`, by QR; singular values below `cutoff * max(s)` become 0, and
-    so do their columns of `Q`."""
+    """`x = Q diag(s) Vh`, by QR; singular values below `cutoff * max(s, scale)` become 0,
+    and so do their columns of `Q`."""
     q, r = qr(x)
-    u, s, vh = _svd(r)
-    s = jnp.where(s > cutoff * s[0], s, 0)
+    u, s, vh = svd(r)
+    s = jnp.where(s > cutoff * jnp.maximum(s[0], scale), s, 0)
     return (q @ u) * (s > 0), s, vh
 
 

@@ -43,7 +43,7 @@ def nystrom(
     core = basis.conj().T @ products
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
-    semidefinite = values[0] >= -(eps**0.5 * size + shift)
+    semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
     root = jnp.sqrt(jnp.maximum(values, 0) + shift)
     whitener = (
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T

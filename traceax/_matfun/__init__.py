@@ -1,0 +1,1 @@
+"""Traces and products of functions of Hermitian operators."""

@@ -1,0 +1,74 @@
+"""Traces of functions by a dense factorisation, from n products."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._execution import AbstractExecution
+from .._gradient import AbstractFrame, attach
+from .._kernel.dense import eigh, svd
+from .._solution import Estimate, failure, RESULTS
+from .._vectors import FlatOperator
+from .functions import AbstractSpectralFunction, Log
+from .gradients import AbstractFunctionGradient
+from .quadratic_form import check_domain, evaluate_inside, rounding_floor
+
+
+def exact_trace_of_function(
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    gradient: AbstractFunctionGradient,
+    execution: AbstractExecution,
+) -> Estimate:
+    """The sum of `function` over the eigenvalues of a Hermitian operator."""
+    eye = jnp.eye(operator.size, dtype=operator.dtype)
+    matrix = execution.matmat(operator.frozen, eye)
+    nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
+    floor = rounding_floor(nodes, operator.eps)
+    zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
+    value = jnp.sum(evaluate_inside(function, function, nodes, zero))
+    slopes = evaluate_inside(function, function.derivative, nodes, floor)
+    left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
+    extremes = nodes[None, jnp.array([0, -1])]
+    result = check_domain(function, operator, extremes, value)
+    extra = {"ritz_values": extremes[0]}
+    frame = gradient.frame(function, left, eye)
+    return _package(operator, value, frame, execution, result, extra)
+
+
+def exact_log_abs_det(
+    operator: FlatOperator,
+    gradient: AbstractFunctionGradient,
+    execution: AbstractExecution,
+) -> Estimate:
+    """The sum of the logarithms of the singular values."""
+    eye = jnp.eye(operator.size, dtype=operator.dtype)
+    u, s, vh = svd(execution.matmat(operator.frozen, eye))
+    nodes = jnp.maximum(s, rounding_floor(s, operator.eps))
+    value = jnp.sum(jnp.log(nodes))
+    left = jnp.matmul(u / nodes, vh, precision="highest")
+    singular = s[-1] <= operator.eps * s[0]
+    result = failure(singular, RESULTS.singular)
+    extra = {"ritz_values": s[jnp.array([-1, 0])]}
+    frame = gradient.frame(Log(), left, eye, hermitian=False)
+    return _package(operator, value, frame, execution, result, extra)
+
+
+def _package(
+    operator: FlatOperator,
+    value: Any,
+    frame: AbstractFrame,
+    execution: AbstractExecution,
+    result: Any,
+    extra: dict[str, Any],
+) -> Estimate:
+    value = attach(operator, value, frame, execution=execution)
+    return Estimate(
+        value=value,
+        std_err=jnp.zeros_like(value),
+        samples=value[None],
+        num_matvecs=operator.size,
+        rounding=0.0,
+        result=result,
+        extra=extra,
+    )

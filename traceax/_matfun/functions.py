@@ -1,0 +1,209 @@
+import abc
+from collections.abc import Callable
+from typing import Any, cast, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import xlogy
+from jaxtyping import Array, Real, Scalar
+
+
+class AbstractSpectralFunction(eqx.Module):
+    """A real function $f$ of the eigenvalues of a Hermitian operator.
+
+    To write one, subclass, give the attributes and define `__call__`. A plain callable
+    will do too wherever a function is asked for; it is taken to be defined on all reals.
+    Derivatives with respect to a function's own arrays work.
+
+    **Attributes:**
+
+    - `semidefinite_domain`: whether the domain has no negative numbers.
+    - `singular_at_zero`: whether 0 is outside the domain.
+    - `bracketed`: whether on positive numbers the derivatives from the second on
+        alternate in sign, so that Gauss and Gauss-Radau rules bracket $z^* f(A) z$.
+    - `nonnegative`: whether $f \\ge 0$ on the domain, so that $f(A)$ is semidefinite.
+    """
+
+    semidefinite_domain: eqx.AbstractVar[bool]
+    singular_at_zero: eqx.AbstractVar[bool]
+    bracketed: eqx.AbstractVar[bool]
+    nonnegative: eqx.AbstractVar[bool]
+
+    @abc.abstractmethod
+    def __call__(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+        """The function, elementwise."""
+
+    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+        """The derivative, elementwise; by default `jax.jvp` of `__call__`."""
+        return jax.jvp(self, (x,), (jnp.ones_like(x),))[1]
+
+    @property
+    def derivative_by_solves(self) -> tuple[float, int] | None:
+        """`(c, p)` if the derivative is $c x^{-p}$ with an integer $p \\ge 1$: then
+        [`traceax.SolveGradient`][] can make gradients."""
+        return None
+
+
+class Log(AbstractSpectralFunction):
+    """The natural logarithm, whose trace is $\\log\\det A$. Domain: `x > 0`."""
+
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = True
+    bracketed: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        return jnp.log(x)
+
+    @property
+    def derivative_by_solves(self):
+        return 1.0, 1
+
+
+class Inverse(AbstractSpectralFunction):
+    """$1 / x$. Domain: `x > 0`."""
+
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = True
+    bracketed: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = True
+
+    def __call__(self, x):
+        return 1 / x
+
+    @property
+    def derivative_by_solves(self):
+        return -1.0, 2
+
+
+class Power(AbstractSpectralFunction):
+    """$x^p$. Domain: `x > 0` for negative p, `x >= 0` for other fractional p, all reals
+    for whole p from 0 on.
+
+    **Attributes:**
+
+    - `exponent`: p, a Python number.
+    """
+
+    exponent: float = eqx.field(static=True)
+
+    def __check_init__(self):
+        if isinstance(self.exponent, bool) or not isinstance(self.exponent, int | float):
+            raise TypeError(
+                "`exponent` must be a Python int or float. Found an object of type "
+                f"{type(self.exponent).__name__}. For a traced exponent `p` pass the "
+                "callable `lambda x: x**p` as the function."
+            )
+
+    @property
+    def _whole(self) -> bool:
+        return self.exponent == int(self.exponent)
+
+    @property
+    def semidefinite_domain(self) -> bool:  # pyright: ignore
+        return self.exponent < 0 or not self._whole
+
+    @property
+    def singular_at_zero(self) -> bool:  # pyright: ignore
+        return self.exponent < 0
+
+    @property
+    def bracketed(self) -> bool:  # pyright: ignore
+        return self.semidefinite_domain and self.exponent < 2
+
+    @property
+    def nonnegative(self) -> bool:  # pyright: ignore
+        return self.semidefinite_domain or self.exponent % 2 == 0
+
+    def __call__(self, x):
+        return x ** int(self.exponent) if self._whole else x**self.exponent
+
+    @property
+    def derivative_by_solves(self):
+        if self.exponent < 0 and self._whole:
+            return float(self.exponent), 1 - int(self.exponent)
+        return None
+
+
+Power.__init__.__doc__ = """**Arguments:**
+
+- `exponent`: p, a Python int or float.
+
+**Raises:**
+
+`TypeError` for anything else.
+"""
+
+
+class Exp(AbstractSpectralFunction):
+    """$\\exp(s x)$, for partition functions, heat kernels and Estrada indices. Domain:
+    all reals.
+
+    **Attributes:**
+
+    - `scale`: s, a real number or array of shape `()`, in which derivatives work.
+    """
+
+    scale: Scalar | float = 1.0
+    semidefinite_domain: ClassVar[bool] = False
+    singular_at_zero: ClassVar[bool] = False
+    bracketed: ClassVar[bool] = False
+    nonnegative: ClassVar[bool] = True
+
+    def __call__(self, x):
+        return jnp.exp(jnp.asarray(self.scale, x.dtype) * x)
+
+
+Exp.__init__.__doc__ = """**Arguments:**
+
+- `scale`: what the eigenvalues are multiplied by. Default is 1.
+"""
+
+
+class Entropy(AbstractSpectralFunction):
+    """$-x \\log x$, for the von Neumann entropy of a density matrix, in nats. Domain:
+    `x >= 0`, with the value 0 at 0."""
+
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = False
+    bracketed: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        return -xlogy(x, x)
+
+    def derivative(self, x):
+        return -1 - jnp.log(x)
+
+
+class _Callable(AbstractSpectralFunction):
+    """A user's function of one real number."""
+
+    function: Callable[[Scalar], Scalar]
+    semidefinite_domain: ClassVar[bool] = False
+    singular_at_zero: ClassVar[bool] = False
+    bracketed: ClassVar[bool] = False
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        values = jax.vmap(self.function)(x)
+        if values.shape != x.shape or not jnp.issubdtype(values.dtype, jnp.floating):
+            raise TypeError(
+                "`function` must map a real number to a real number. Found that it maps "
+                f"an array of shape () and dtype {x.dtype} to one of shape "
+                f"{values.shape[1:]} and dtype {values.dtype}."
+            )
+        return values.astype(x.dtype)
+
+
+def as_spectral_function(function: Any) -> AbstractSpectralFunction:
+    if isinstance(function, AbstractSpectralFunction):
+        return function
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(
+            "`function` must be a `traceax.AbstractSpectralFunction` or a callable of "
+            f"the eigenvalues. Found {function!r}. Pass, for example, `traceax.Log()` or "
+            "`jnp.tanh`."
+        )
+    return _Callable(cast(Callable[[Scalar], Scalar], function))

@@ -1,0 +1,147 @@
+"""`z* f(A) z` and `f'(A) z` from one run of Lanczos or Golub-Kahan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
+
+from .._kernel.dense import svd
+from .._kernel.golub_kahan import golub_kahan
+from .._kernel.lanczos import lanczos, unit
+from .._kernel.quadrature import apply_to_first, radau, ritz
+from .._solution import failure, RESULTS
+from .._vectors import FlatOperator
+from .functions import AbstractSpectralFunction
+
+
+class QuadraticForm(eqx.Module):
+    """What one probe z tells of a function of A.
+
+    - `value`: the Gauss rule for `z* f(A) z`.
+    - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean.
+    - `residual`: of `A gradient` relative to what it should be; for the logarithm that of
+        the solve `A x = z`.
+    - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
+    - `extremes`: smallest and largest Ritz value.
+    """
+
+    value: Real[Array, ""]
+    gradient: Inexact[Array, " n"]
+    residual: Real[Array, ""]
+    bracket: Real[Array, "2"]
+    extremes: Real[Array, "2"]
+
+
+def evaluate_inside(
+    function: AbstractSpectralFunction,
+    g: Callable[[Array], Array],
+    nodes: Real[Array, " s"],
+    floor: Real[Array, ""],
+) -> Real[Array, " s"]:
+    """`g` at the nodes, those below `floor` raised to it if the domain of `function` has
+    no negative numbers; `floor` is where rounding begins."""
+    return g(jnp.maximum(nodes, floor) if function.semidefinite_domain else nodes)
+
+
+def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
+    """The smallest and the largest of all Ritz values."""
+    return jnp.stack([jnp.min(extremes[:, 0]), jnp.max(extremes[:, 1])])
+
+
+def check_domain(
+    function: AbstractSpectralFunction,
+    operator: FlatOperator,
+    extremes: Real[Array, "k 2"],
+    value: Real[Array, ""],
+) -> Any:
+    """Whether Ritz values left the domain of `function`, beyond rounding."""
+    smallest, largest = span(extremes)
+    size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
+    how: Any = RESULTS.outside_domain
+    outside = jnp.isfinite(size) & ~jnp.isfinite(value)
+    if function.semidefinite_domain:
+        outside = smallest < -operator.eps * operator.size**0.5 * size
+    if function.singular_at_zero:
+        outside = outside | (size == 0)
+        how = RESULTS.not_positive_definite
+    return failure(outside, how)
+
+
+def rounding_floor(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
+    """Eigenvalues smaller than this are lost in the products' rounding."""
+    largest = jnp.max(jnp.abs(nodes))
+    return jnp.where(largest > 0, eps * largest, eps)
+
+
+def lanczos_form(
+    mv: Callable[[Array], Array],
+    probe: Inexact[Array, " n"],
+    function: AbstractSpectralFunction,
+    num_steps: int,
+    *,
+    window: int | None,
+    lower_bound: Real[Array, ""] | float | None,
+    eps: float,
+) -> QuadraticForm:
+    run = lanczos(mv, probe, num_steps, window=window, eps=eps)
+    nodes, vectors = ritz(run.alpha, run.beta)
+    floor = rounding_floor(nodes, eps)
+    square = run.norm**2
+
+    def gauss(nodes, vectors, floor):
+        values = evaluate_inside(function, function, nodes, floor)
+        return square * jnp.sum(vectors[0] ** 2 * values)
+
+    zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
+    value = gauss(nodes, vectors, zero)
+    bracket = jnp.stack([value, value])
+    if function.bracketed:
+        end = zero if lower_bound is None else jnp.asarray(lower_bound, zero.dtype)
+        other = gauss(*ritz(*radau(run.alpha, run.beta, end)), end)
+        bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+
+    slopes = evaluate_inside(function, function.derivative, nodes, floor)
+    slope = apply_to_first(nodes, vectors, slopes)
+    _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
+    residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+    gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
+    return QuadraticForm(value, gradient, residual, bracket, nodes[jnp.array([0, -1])])
+
+
+def golub_kahan_form(
+    mv: Callable[[Array], Array],
+    adjoint_mv: Callable[[Array], Array],
+    probe: Inexact[Array, " n"],
+    num_steps: int,
+    *,
+    window: int | None,
+    lower_bound: Real[Array, ""] | float | None,
+    eps: float,
+) -> QuadraticForm:
+    """For `log |A| = log(A* A) / 2` and any square A: nodes are singular values of the
+    bidiagonal B, and `gradient` is `A^(-*) z`. A* A is never formed."""
+    run = golub_kahan(mv, adjoint_mv, probe, num_steps, window=window, eps=eps)
+    middle = jnp.diag(run.diagonal) + jnp.diag(run.above[:-1], 1)
+    u, s, vh = svd(middle)
+    floor = rounding_floor(s, eps)
+    nodes = jnp.maximum(s, floor)
+    square = run.norm**2
+    value = square * jnp.sum(vh[:, 0] ** 2 * jnp.log(nodes))
+
+    # Gauss-Radau for B* B, in units of the largest singular value so as not to overflow.
+    unit_of = jnp.where(s[0] > 0, s[0], 1)
+    diagonal, above = run.diagonal / unit_of, run.above / unit_of
+    alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+    lowest = eps if lower_bound is None else jnp.asarray(lower_bound, s.dtype) / unit_of
+    end = jnp.full_like(unit_of, lowest) ** 2
+    squares, vectors = ritz(*radau(alpha, diagonal * above, end))
+    logs = jnp.log(jnp.maximum(squares, end)) / 2 + jnp.log(unit_of)
+    other = square * jnp.sum(vectors[0] ** 2 * logs)
+    bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+
+    solution = jnp.matmul(u, vh[:, 0] / nodes, precision="highest")
+    residual = run.above[-1] * jnp.abs(solution[-1])
+    gradient = run.norm * jnp.matmul(solution, run.left, precision="highest")
+    return QuadraticForm(value, gradient, residual, bracket, s[jnp.array([-1, 0])])

@@ -1,0 +1,160 @@
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, Scalar
+
+from .._execution import AbstractExecution, Local
+from .._gradient import attach
+from .._moments import Moments
+from .._sampler import AbstractSampler, draw_for, RademacherSampler
+from .._solution import Estimate
+from .._vectors import FlatOperator
+from .base import AbstractFunctionEstimator
+from .functions import AbstractSpectralFunction, Log
+from .gradients import AbstractFunctionGradient
+from .quadratic_form import (
+    check_domain,
+    golub_kahan_form,
+    lanczos_form,
+    QuadraticForm,
+    span,
+)
+
+
+class SLQEstimator(AbstractFunctionEstimator):
+    r"""Stochastic Lanczos quadrature: the mean of $z_i^* f(A) z_i$ over `k` probes, each
+    by `num_steps` steps of Lanczos.
+
+    Exact for polynomials $f$ of degree up to `2 * num_steps - 1`. Otherwise there are two
+    errors. That of sampling is in `std_err` and falls with `k`. That of the quadrature,
+    which no number of probes reduces, falls with `num_steps`: for `Log`, `Inverse`,
+    `Entropy` and fractional `Power` below 2, the truth for each probe is inside
+    `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`. If that
+    is wider than `std_err`, more steps or a preconditioner help, and more probes do not.
+
+    Cost: `k * num_steps` products. Memory: `num_steps` vectors of length n for each probe
+    of a block; with `window=0` and no derivative, three. A derivative keeps two vectors
+    for each probe.
+
+    **Attributes:**
+
+    - `sampler`: distribution of the probes.
+    - `window`: how many of the last basis vectors each new one is orthogonalised against.
+        `None`: all, so that rounding errors play no role. 0: none, which is fastest, and
+        needs more steps for the same accuracy once Ritz values have converged.
+    - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
+        operator, singular value), such as the noise variance of a Gaussian process.
+        Brackets are proven with it, and tight. `None` takes 0, or where the function
+        is singular there the unit roundoff times the largest Ritz value, which holds for
+        every operator that is not singular in its precision.
+
+    ??? cite
+
+        ```bibtex
+        @article{ubaru2017fast,
+            author  = {Ubaru, Shashanka and Chen, Jie and Saad, Yousef},
+            title   = {Fast Estimation of $\mathrm{tr}(f(A))$ via Stochastic {Lanczos}
+                       Quadrature},
+            journal = {SIAM Journal on Matrix Analysis and Applications},
+            volume  = {38},
+            number  = {4},
+            pages   = {1075--1099},
+            year    = {2017},
+        }
+        ```
+    """
+
+    sampler: AbstractSampler = RademacherSampler()
+    window: int | None = eqx.field(static=True, default=None)
+    lower_bound: Scalar | float | None = None
+    min_probes: ClassVar[int] = 1
+
+    def __check_init__(self):
+        if self.window is not None and (type(self.window) is not int or self.window < 0):
+            raise ValueError(
+                "`window` must be a Python integer, 0 or more, or None for all basis "
+                f"vectors. Found {self.window!r}."
+            )
+
+    def run(self, operator, function, gradient, *, k, num_steps, key, execution):
+        def form(flat, probe):
+            return lanczos_form(
+                flat.mv,
+                probe,
+                function,
+                num_steps,
+                window=self.window,
+                lower_bound=self.lower_bound,
+                eps=flat.eps,
+            )
+
+        return self._mean(
+            form, operator, function, gradient, k, num_steps, key, execution, True
+        )
+
+    def run_log_abs(self, operator, gradient, *, k, num_steps, key, execution):
+        """`run` for `log |A|` with any square A, by Golub-Kahan."""
+
+        def form(flat, probe):
+            return golub_kahan_form(
+                flat.mv,
+                flat.adjoint_mv,
+                probe,
+                num_steps,
+                window=self.window,
+                lower_bound=self.lower_bound,
+                eps=flat.eps,
+            )
+
+        return self._mean(
+            form, operator, Log(), gradient, k, num_steps, key, execution, False
+        )
+
+    def _mean(
+        self,
+        form: Callable[[FlatOperator, Array], QuadraticForm],
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        gradient: AbstractFunctionGradient,
+        k: int,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+        hermitian: bool,
+    ) -> Estimate:
+        def body(flat, index):
+            probe = draw_for(flat, self.sampler, key, index[None])
+            found = form(flat.frozen, probe[:, 0])
+            frame = gradient.frame(function, found.gradient[:, None], probe, hermitian)
+            value = attach(flat, found.value, frame, execution=Local())
+            return value, (found.bracket, found.extremes, found.residual)
+
+        samples, rest = execution.map(body, operator, jnp.arange(k), width=num_steps)
+        brackets, extremes, residuals = rest
+        moments = Moments.of(samples)
+        extra = {"gradient_residual": residuals, "ritz_values": span(extremes)}
+        if function.bracketed:
+            extra |= {"sample_brackets": brackets, "bracket": jnp.mean(brackets, 0)}
+        return Estimate(
+            value=moments.mean,
+            std_err=moments.std_err(),
+            samples=samples,
+            num_matvecs=k * num_steps * (1 if hermitian else 2),
+            rounding=operator.rounding,
+            result=check_domain(function, operator, extremes, moments.mean),
+            extra=extra,
+        )
+
+
+SLQEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: default is [`traceax.RademacherSampler`][].
+- `window`: default is `None`, full reorthogonalisation.
+- `lower_bound`: default is `None`.
+
+**Raises:**
+
+`ValueError` for a negative `window`.
+"""

@@ -1,0 +1,127 @@
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from ._execution import AbstractExecution, Local
+from ._matfun.base import AbstractFunctionEstimator
+from ._matfun.exact import exact_trace_of_function
+from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
+from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
+from ._matfun.slq import SLQEstimator
+from ._solution import Solution
+from ._solve import check_hermitian, check_instance, check_operator, check_positive, solve
+from ._vectors import flatten
+
+
+class _TraceOfFunction(eqx.Module):
+    """An estimator of the trace of a function, with its settings."""
+
+    function: AbstractSpectralFunction
+    estimator: AbstractFunctionEstimator
+    gradient: AbstractFunctionGradient
+    num_steps: int = eqx.field(static=True)
+    fallback: ClassVar[str] = "SLQEstimator"
+
+    @property
+    def name(self) -> str:
+        return type(self.estimator).__name__
+
+    @property
+    def min_matvecs(self) -> int:
+        return self.estimator.min_probes
+
+    def exact(self, operator, execution):
+        flat = flatten(operator)
+        return exact_trace_of_function(flat, self.function, self.gradient, execution)
+
+    def run(self, operator, k, key, execution):
+        return self.estimator.run(
+            flatten(operator),
+            self.function,
+            self.gradient,
+            k=k,
+            num_steps=min(self.num_steps, operator.in_size()),
+            key=key,
+            execution=execution,
+        )
+
+
+def trace_of_function(
+    operator: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    estimator: AbstractFunctionEstimator = SLQEstimator(),
+    *,
+    k: int,
+    num_steps: int,
+    key: PRNGKeyArray | None = None,
+    gradient: AbstractFunctionGradient = LanczosGradient(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\mathrm{tr} f(A)$ for a Hermitian operator from products with vectors.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 50)) / 50**0.5
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        solution = tx.trace_of_function(
+            operator, tx.Exp(-1.0), k=20, num_steps=20, key=jax.random.key(1)
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a Hermitian `lineax.AbstractLinearOperator`, and tagged so: symmetric,
+        positive or negative semidefinite, or in complex arithmetic with
+        `traceax.hermitian_tag`.
+    - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
+        [`traceax.Exp`][], [`traceax.Entropy`][], another
+        [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a real
+        number, differentiable by JAX.
+    - `estimator`: default: [`traceax.SLQEstimator`][].
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
+        n products and a dense eigendecomposition.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
+        n count as n.
+    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
+        run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log` and
+        `Inverse`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real `value`; at most `k * num_steps` products.
+    `std_err` is the sampling error; `stats` has the entries of the estimator, among them
+    those that tell the quadrature error.
+
+    Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
+    those in the function's own arrays of $\\mathrm{tr}(df(A))$.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer; `function` does not map real numbers to real numbers.
+    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
+        `num_steps` is too small; `key` is missing; `gradient` does not fit the function.
+    - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
+        domain of the function; a product was not finite.
+    """
+    check_operator(operator)
+    check_hermitian(operator)
+    num_steps = check_positive("num_steps", num_steps)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    check_instance("execution", execution, AbstractExecution, "Local()")
+    function = as_spectral_function(function)
+    runnable = _TraceOfFunction(function, estimator, gradient, num_steps)
+    return solve(runnable, operator, k=k, key=key, execution=execution, throw=throw)
