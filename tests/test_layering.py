@@ -68,7 +68,8 @@ def test_imports_are_plain(module):
 def test_sizes(module):
     assert len(FILES[module].read_text().splitlines()) <= 400
     for node in nodes(module, ast.FunctionDef, ast.AsyncFunctionDef):
-        lines = node.end_lineno - node.body[0].lineno + 1
+        documented = ast.get_docstring(node) is not None and len(node.body) > 1
+        lines = node.end_lineno - node.body[documented].lineno + 1
         assert lines <= 80, f"`{node.name}` has {lines} lines"
 
 
@@ -76,7 +77,7 @@ def test_sizes(module):
 def test_factorisations_go_through_the_door(module):
     for node in nodes(module, ast.Attribute):
         inside = node.attr in FACTORISATIONS
-        assert not inside or module == "_kernel.dense _kernel.lanczos", f"`{ast.unparse(node)}`"
+        assert not inside or module == "_kernel.dense", f"`{ast.unparse(node)}`"
     for node in nodes(module, ast.ImportFrom):
         names = {alias.name for alias in node.names} & FACTORISATIONS
         assert node.level or not names, f"`{ast.unparse(node)}`"

@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, PyTree
 
 from .._kernel.lanczos import lanczos
 from .._kernel.quadrature import apply_to_first, ritz
@@ -23,9 +23,19 @@ class _Action(eqx.Module):
     num_steps: int = eqx.field(static=True)
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return _apply(self, vector)
+        arrays, static = eqx.partition(self, eqx.is_array)
+        action = eqx.combine(_refuse_derivative(arrays), static)
 
-    def lanczos(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        def conjugate(_, v):
+            return action.product(v.conj()).conj()
+
+        # Linear in the vector, whatever Lanczos does with it; f(A) is Hermitian, so its
+        # transpose is its complex conjugate.
+        return jax.lax.custom_linear_solve(
+            lambda v: v, vector, lambda _, v: action.product(v), conjugate
+        )
+
+    def product(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         flat, function = self.operator, self.function
         run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
         nodes, vectors = ritz(run.alpha, run.beta)
@@ -38,31 +48,19 @@ class _Action(eqx.Module):
 
 
 @eqx.filter_custom_jvp
-def _apply(action: _Action, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-    return action.lanczos(vector)
+def _refuse_derivative(arrays: PyTree[Array]) -> PyTree[Array]:
+    return arrays
 
 
-@_apply.def_jvp
-def _apply_rule(primals, tangents) -> Any:
-    action, vector = primals
-    if any(t is not None for t in jax.tree.leaves(tangents[0])):
+@_refuse_derivative.def_jvp
+def _refuse_derivative_rule(primals, tangents) -> Any:
+    if any(t is not None for t in jax.tree.leaves(tangents)):
         raise NotImplementedError(
             "`traceax.function_of` has no derivative with respect to the operator or the "
             "function's parameters. For the trace of a function, and its derivative, use "
             "`traceax.trace_of_function` or `traceax.logdet`."
         )
-    out = _apply(action, vector)
-    if tangents[1] is None:
-        return out, None
-    # f(A) is Hermitian, so its transpose is its complex conjugate.
-    arrays, static = eqx.partition(action, eqx.is_array)
-    along = jax.custom_derivatives.linear_call(
-        lambda arrays, v: _apply(eqx.combine(arrays, static), v),
-        lambda arrays, v: _apply(eqx.combine(arrays, static), v.conj()).conj(),
-        arrays,
-        tangents[1],
-    )
-    return out, along
+    return primals[0], tangents[0]
 
 
 def function_of(

@@ -86,7 +86,7 @@ class Power(AbstractSpectralFunction):
     - `exponent`: p, a Python number.
     """
 
-    exponent: float = eqx.field(static=True)
+    exponent: int | float = eqx.field(static=True)
 
     def __check_init__(self):
         if isinstance(self.exponent, bool) or not isinstance(self.exponent, int | float):

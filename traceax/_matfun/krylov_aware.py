@@ -29,9 +29,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     product. The other `k - 2 b` probes, less their part in $Q$, estimate the rest with
     `num_steps` steps each.
 
-    Pays off where a few eigenvalues carry most of $\|f(A)\|_F$: the exponential, powers,
-    the inverse of ill-conditioned operators. For the logarithm, whose values are all of
-    one size, a preconditioner does more.
+    Pays off where a few well separated eigenvalues, which Krylov spaces find in `num_steps`
+    steps, carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
+    decaying spectrum. On a dense spectrum it has half of the probes for nothing. For the
+    logarithm a preconditioner does more.
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
     operations. Memory: `k * num_steps / 2` vectors of length n. Needs `k >= 3`. The error

@@ -7,7 +7,7 @@ from jaxtyping import Array, PRNGKeyArray, Scalar
 
 from .._execution import AbstractExecution, Local
 from .._gradient import attach
-from .._moments import Moments
+from .._moments import Moments, sample_mean
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate
 from .._vectors import FlatOperator
@@ -136,7 +136,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         moments = Moments.of(samples)
         extra = {"gradient_residual": residuals, "ritz_values": span(extremes)}
         if function.bracketed:
-            extra |= {"sample_brackets": brackets, "bracket": jnp.mean(brackets, 0)}
+            bracket = jnp.stack([sample_mean(ends) for ends in brackets.T])
+            extra |= {"sample_brackets": brackets, "bracket": bracket}
         return Estimate(
             value=moments.mean,
             std_err=moments.std_err(),
