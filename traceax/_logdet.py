@@ -62,8 +62,14 @@ class _LogDet(eqx.Module):
         if outer is None:
             estimate = self.estimator.run(flat, Log(), self.gradient, **settings)
             return _with_stats(estimate, sign=sign)
+        assert isinstance(self.estimator, SLQEstimator)
+        bound = self.estimator.lower_bound
+        if bound is not None:
+            # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
+            bound = bound / outer.largest
+        estimator = dataclasses.replace(self.estimator, lower_bound=bound)
         inside = outer.apply_to(flat)
-        estimate = self.estimator.run(inside, Log(), self.gradient, **settings)
+        estimate = estimator.run(inside, Log(), self.gradient, **settings)
         probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(k))
         value = outer.control(flat, estimate.value, probes, execution)
         shifted = {
@@ -103,7 +109,7 @@ def _from_structure(found: SignLog) -> Estimate:
         samples=found.log[None],
         num_matvecs=0,
         rounding=0.0,
-        result=failure(found.sign == 0, RESULTS.singular),
+        result=failure(found.sign == 0, RESULTS.zero_determinant),
         extra={"sign": found.sign},
     )
 
@@ -180,7 +186,8 @@ def logdet(
     - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`, between
         whose ends `value` would lie without quadrature error (for the same probes);
         `"sample_brackets"`, the same for each probe, shape `(k, 2)`; `"ritz_values"`, the
-        smallest and the largest; `"gradient_residual"`, shape `(k,)`, the relative
+        smallest and the largest (of the preconditioned operator, if there is a
+        preconditioner); `"gradient_residual"`, shape `(k,)`, the relative
         residuals of the solves behind the gradient.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.

@@ -36,8 +36,9 @@ Likely causes:
 
 _not_positive_definite_msg = """
 The function needs a positive definite operator, and a Ritz value (an eigenvalue of the
-operator's compression to a Krylov space) was negative beyond rounding, or all were zero.
-`solution.stats["ritz_values"]` has the smallest and the largest one.
+operator's compression to a Krylov space) was negative, or not to be told from zero in
+the operator's precision. `solution.stats["ritz_values"]` has the smallest and the largest
+one; with a preconditioner P they are those of `P^(-1/2) A P^(-1/2)`.
 
 Likely causes:
 
@@ -49,6 +50,18 @@ Likely causes:
 
 (c) the products are less accurate than their dtype suggests, or the operator is singular
     in that dtype: use a wider one.
+""".strip()
+
+_zero_determinant_msg = """
+The determinant is zero, or not to be told from zero in the operator's precision, so its
+logarithm is minus infinity or meaningless.
+
+Likely causes:
+
+(a) the operator is singular: a zero on the diagonal of a triangular operator, or a
+    singular value of zero (`solution.stats["ritz_values"]` has the smallest found); or
+
+(b) it is singular in its dtype: use a wider one.
 """.strip()
 
 _outside_domain_msg = """
@@ -69,7 +82,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
     - `nonfinite_product`: a product or the estimate was NaN or infinite.
     - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
-    - `not_positive_definite`: for a logarithm or inverse, a Ritz value was negative.
+    - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
+        negative or zero.
+    - `zero_determinant`: of a structured or of a general square operator.
     - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
     `RESULTS[solution.result]` is the message.
@@ -79,6 +94,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_semidefinite = _not_semidefinite_msg
     not_positive_definite = _not_positive_definite_msg
     outside_domain = _outside_domain_msg
+    zero_determinant = _zero_determinant_msg
 
 
 def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
@@ -109,12 +125,13 @@ class Estimate(eqx.Module):
 
 
 class Solution(eqx.Module):
-    """The answer of [`traceax.trace`][].
+    """The answer of [`traceax.trace`][], [`traceax.logdet`][] and
+    [`traceax.trace_of_function`][].
 
     **Attributes:**
 
     - `value`: the estimate, a scalar of the operator's dtype (float32 for operators in
-        bfloat16 or float16).
+        bfloat16 or float16), and real for the latter two.
     - `std_err`: the standard error of `value`, a real scalar in the same units. `inf`
         where one sample leaves it unknown; 0 where the value is exact.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.

@@ -125,8 +125,9 @@ def _run(estimator, operator, k, key, execution) -> Solution:
     value = estimate.value
     others = jax.lax.stop_gradient((estimate.std_err, estimate.samples, estimate.extra))
     std_err, samples, extra = others
-    rounding = estimate.rounding * jnp.abs(jax.lax.stop_gradient(value))
-    std_err = jnp.hypot(std_err, rounding)
+    if estimate.rounding > 0:
+        rounding = estimate.rounding * jnp.abs(jax.lax.stop_gradient(value))
+        std_err = jnp.hypot(std_err, rounding)
     finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(samples))
     result: Any = RESULTS.successful if estimate.result is None else estimate.result
     unseen = ~finite & (result == RESULTS.successful)

@@ -48,7 +48,7 @@ def exact_log_abs_det(
     value = jnp.sum(jnp.log(nodes))
     left = jnp.matmul(u / nodes, vh, precision="highest")
     singular = s[-1] <= operator.eps * s[0]
-    result = failure(singular, RESULTS.singular)
+    result = failure(singular, RESULTS.zero_determinant)
     extra = {"ritz_values": s[jnp.array([-1, 0])]}
     frame = gradient.frame(Log(), left, eye, hermitian=False)
     return _package(operator, value, frame, execution, result, extra)

@@ -29,13 +29,13 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     product. The other `k - 2 b` probes, less their part in $Q$, estimate the rest with
     `num_steps` steps each.
 
-    Pays off where a few well separated eigenvalues, which Krylov spaces find in `num_steps`
-    steps, carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
-    decaying spectrum. On a dense spectrum it has half of the probes for nothing. For the
-    logarithm a preconditioner does more.
+    Pays off where a few well separated eigenvalues, which a Krylov space finds quickly,
+    carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
+    decaying spectrum. On a dense spectrum it has half of the probes for nothing.
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
-    operations. Memory: `k * num_steps / 2` vectors of length n. Needs `k >= 3`. The error
+    operations. Memory: `k * num_steps / 2` vectors of length n, and those of the
+    other probes. Needs `k >= 3`. The error
     of the quadrature is not bracketed.
 
     **Attributes:**

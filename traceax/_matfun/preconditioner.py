@@ -54,6 +54,11 @@ class Preconditioner(eqx.Module):
         """n."""
         return self.vectors.shape[0]
 
+    @property
+    def largest(self) -> Real[Array, ""]:
+        """The largest eigenvalue."""
+        return jnp.max(self.values) + jax.lax.stop_gradient(self.shift)
+
     def inverse(self) -> lx.FunctionLinearOperator:
         """$P^{-1}$ as a positive semidefinite `lineax` operator: pass it to
         `lineax.linear_solve` as `options={"preconditioner": preconditioner.inverse()}`.

@@ -55,8 +55,10 @@ def check_domain(
     operator: FlatOperator,
     extremes: Real[Array, "k 2"],
     value: Real[Array, ""],
+    singular: Any = RESULTS.not_positive_definite,
 ) -> Any:
-    """Whether Ritz values left the domain of `function`, beyond rounding."""
+    """Whether Ritz values left the domain of `function`, beyond rounding; `singular` is
+    what to call it if that domain is the positive numbers."""
     smallest, largest = span(extremes)
     size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
     how: Any = RESULTS.outside_domain
@@ -64,8 +66,11 @@ def check_domain(
     if function.semidefinite_domain:
         outside = smallest < -operator.eps * operator.size**0.5 * size
     if function.singular_at_zero:
-        outside = outside | (size == 0)
-        how = RESULTS.not_positive_definite
+        # Where an operator is singular, Ritz values are of the size of rounding errors
+        # and of either sign; those of a positive definite one stay above its smallest
+        # eigenvalue. An eighth of the roundoff tells them apart.
+        outside = smallest <= operator.eps / 8 * size
+        how = singular
     return failure(outside, how)
 
 
@@ -98,7 +103,9 @@ def lanczos_form(
     value = gauss(nodes, vectors, zero)
     bracket = jnp.stack([value, value])
     if function.bracketed:
-        end = zero if lower_bound is None else jnp.asarray(lower_bound, zero.dtype)
+        end = zero
+        if lower_bound is not None:
+            end = jnp.minimum(jnp.asarray(lower_bound, zero.dtype), nodes[0])
         other = gauss(*ritz(*radau(run.alpha, run.beta, end)), end)
         bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
@@ -134,8 +141,10 @@ def golub_kahan_form(
     unit_of = jnp.where(s[0] > 0, s[0], 1)
     diagonal, above = run.diagonal / unit_of, run.above / unit_of
     alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-    lowest = eps if lower_bound is None else jnp.asarray(lower_bound, s.dtype) / unit_of
-    end = jnp.full_like(unit_of, lowest) ** 2
+    end = jnp.full_like(unit_of, eps)
+    if lower_bound is not None:
+        end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
+    end = end**2
     squares, vectors = ritz(*radau(alpha, diagonal * above, end))
     logs = jnp.log(jnp.maximum(squares, end)) / 2 + jnp.log(unit_of)
     other = square * jnp.sum(vectors[0] ** 2 * logs)

@@ -9,7 +9,7 @@ from .._execution import AbstractExecution, Local
 from .._gradient import attach
 from .._moments import Moments, sample_mean
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate
+from .._solution import Estimate, RESULTS
 from .._vectors import FlatOperator
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction, Log
@@ -35,8 +35,8 @@ class SLQEstimator(AbstractFunctionEstimator):
     is wider than `std_err`, more steps or a preconditioner help, and more probes do not.
 
     Cost: `k * num_steps` products. Memory: `num_steps` vectors of length n for each probe
-    of a block; with `window=0` and no derivative, three. A derivative keeps two vectors
-    for each probe.
+    of a block; with `window=0` and no derivative, only those of a step. A derivative
+    keeps two vectors for each probe between the passes.
 
     **Attributes:**
 
@@ -46,7 +46,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         needs more steps for the same accuracy once Ritz values have converged.
     - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
         operator, singular value), such as the noise variance of a Gaussian process.
-        Brackets are proven with it, and tight. `None` takes 0, or where the function
+        Brackets are proven with it, and tight; where a Ritz value is below it, that
+        takes its place. `None` takes 0, or where the function
         is singular there the unit roundoff times the largest Ritz value, which holds for
         every operator that is not singular in its precision.
 
@@ -144,7 +145,13 @@ class SLQEstimator(AbstractFunctionEstimator):
             samples=samples,
             num_matvecs=k * num_steps * (1 if hermitian else 2),
             rounding=operator.rounding,
-            result=check_domain(function, operator, extremes, moments.mean),
+            result=check_domain(
+                function,
+                operator,
+                extremes,
+                moments.mean,
+                RESULTS.not_positive_definite if hermitian else RESULTS.zero_determinant,
+            ),
             extra=extra,
         )
 
