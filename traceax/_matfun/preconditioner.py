@@ -66,7 +66,8 @@ class Preconditioner(eqx.Module):
         structure = self.template.in_structure()
         tags = lx.positive_semidefinite_tag
         dtype = self.vectors.dtype
-        return unflatten(lambda x: self.power(-1.0, x), structure, dtype, tags)
+        constant = jax.lax.stop_gradient(self)
+        return unflatten(lambda x: constant.power(-1.0, x), structure, dtype, tags)
 
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]
