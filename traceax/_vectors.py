@@ -99,7 +99,8 @@ def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:
     """`dtype` and `precision` of [`FlatOperator`][]."""
     structures = (operator.in_structure(), operator.out_structure())
     found = [leaf.dtype for leaf in tree_leaves(structures)]
-    dtype = jnp.promote_types(jnp.result_type(*found), jnp.float32)
+    with standard_promotion():
+        dtype = jnp.promote_types(jnp.result_type(*found), jnp.float32)
     return dtype, max(found, key=lambda each: float(jnp.finfo(each).eps))
 
 

@@ -49,7 +49,7 @@ def golub_kahan(
 
     def split(x, scale):
         x, norm = unit(x)
-        alive = norm > eps * scale
+        alive = ~(norm <= eps * scale)
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
     def step(j, state):

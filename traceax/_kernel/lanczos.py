@@ -71,7 +71,7 @@ def lanczos(
                 rest = orthogonalise(rest, (rows,))
             scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
             following, beta = unit(rest)
-            alive = beta > eps * scale
+            alive = ~(beta <= eps * scale)
             following = jnp.where(alive, following, 0)
             beta = jnp.where(alive, beta, 0)
             alpha, betas = alpha.at[j].set(form), betas.at[j].set(beta)
@@ -121,7 +121,7 @@ def block_lanczos(
         form = block.conj().T @ product
         rest = product - block @ form - previous @ coupling.conj().T
         rest = rest - basis @ (basis.conj().T @ rest)
-        scale = jnp.maximum(scale, jnp.linalg.norm(form))
+        scale = jnp.maximum(scale, jnp.max(jnp.abs(form)))
         following, s, vh = thin_svd(rest, eps, scale)
         # Weak directions of the block have components in the basis that were small beside
         # the strong ones: a second pass, and what it cancels half of was rounding.

@@ -112,7 +112,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         left = jnp.concatenate([left, weight * forms.gradient.T], axis=1)
         right = jnp.concatenate([basis, weight * rest], axis=1)
         frame = gradient.frame(function, left, right)
-        extremes = jnp.append(forms.extremes, nodes[None, jnp.array([0, -1])], axis=0)
+        ends = nodes[None, jnp.array([0, -1])]
+        extremes = jnp.where(length > 0, forms.extremes, ends)
+        extremes = jnp.append(extremes, ends, axis=0)
         return Estimate(
             value=attach(operator, moments.mean, frame, execution=execution),
             std_err=moments.std_err(),

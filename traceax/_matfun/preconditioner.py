@@ -8,7 +8,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._execution import AbstractExecution, full_precision, Local
 from .._gradient import attach, Frame
-from .._kernel.dense import eigh, thin_svd
+from .._kernel.dense import eigh, normalise, thin_svd
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
 from .._sampler import draw_for, NormalSampler
@@ -36,9 +36,9 @@ class Preconditioner(eqx.Module):
     shift: Real[Array, ""]
     # With Y = (A - sigma I) Q: the approximation is Y H^(-1) Y*, H = Q* Y.
     basis: Inexact[Array, "n r"]  # Q
-    quotient: Inexact[Array, "n r"]  # Y H^(-1)
-    # The derivative of an estimated shift is `(Q v)* dA (Q v)` with this v.
-    shift_weights: Inexact[Array, " r"]  # v
+    quotient: Inexact[Array, "n r"]  # C = Y (H + 0.02 sigma I)^(-1)
+    # The derivative of an estimated shift is `d* dA d` with this d; 0 for a given one.
+    shift_direction: Inexact[Array, " n"]
     template: lx.IdentityLinearOperator
     num_matvecs: int = eqx.field(static=True)
 
@@ -95,12 +95,14 @@ class Preconditioner(eqx.Module):
         """`value`, with a derivative of mean zero that cancels sampling error.
 
         In a direction dA it is `tr(P^-1 dP) - mean(z* P^(-1/2) dP P^(-1/2) z)`, with dP
-        the derivative of P for a fixed basis: what the preconditioner knows of
+        close to the derivative of P for a fixed basis: what the preconditioner knows of
         `tr(A^-1 dA)` exactly replaces what the probes say of it. Wenger, Pleiss, Hennig,
         Cunningham and Gardner, ICML 2022, arXiv:2107.00243.
 
-        With `C = Y H^-1` and `dY = (dA - dsigma I) Q` it is `dP = dY C* + C dY* - C (Q*
-        dY) C* + dsigma I`, so `x* dP x = Re (2 x - Q g)* dY g + dsigma x* x`, `g = C* x`.
+        With `dY = (dA - dsigma I) Q` it is `dP = dY C* + C dY* - C (Q* dY) C* +
+        dsigma I`, and `x* dP x = Re (2 x - Q g)* dY g + dsigma x* x` for `g = C* x`. The
+        multiple of the identity in C bounds dP where H is nearly singular, and moves no
+        mean.
         """
         u = self.power(-0.5, probes) / probes.shape[1] ** 0.5
         solved = self.power(-1.0, self.quotient)
@@ -110,17 +112,17 @@ class Preconditioner(eqx.Module):
             g = adjoint @ u
             sampled = 2 * u @ g.conj().T - self.basis @ (g @ g.conj().T)
             left = 2 * solved - self.basis @ (adjoint @ solved) - sampled
-            trace = (self.size - self.values.size) / shift
-            trace += jnp.sum(1 / (self.values + shift))
-            slope = trace - jnp.sum(jnp.abs(u) ** 2)
-            slope -= jnp.sum(left.conj() * self.basis).real
-            slope = jax.lax.stop_gradient(slope)
-            direction = self.basis @ self.shift_weights
-            left += slope.astype(left.dtype) * jnp.outer(
-                direction, self.shift_weights.conj()
-            )
+        trace = (self.size - self.values.size) / shift + jnp.sum(
+            1 / (self.values + shift)
+        )
+        slope = trace - jnp.sum(jnp.abs(u) ** 2)
+        slope -= jnp.sum(left.conj() * self.basis).real
+        slope = jax.lax.stop_gradient(slope)
+        direction = self.shift_direction[:, None]
+        left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
+        right = jnp.concatenate([self.basis, direction], axis=1)
         value = value + slope * (self.shift - shift)
-        frame = Frame(jax.lax.stop_gradient(left), self.basis)
+        frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
 
 
@@ -154,8 +156,9 @@ def _assemble(
 ) -> Preconditioner:
     """From `products = A basis`, the basis orthonormal or with zero columns."""
     real = jnp.finfo(flat.dtype).dtype
+    products, unit = normalise(products)
     size = jnp.linalg.norm(products)
-    weights = jnp.zeros_like(basis, shape=basis.shape[1])
+    direction = jnp.zeros_like(products[:, 0])
     if shift is None:
         # A tenth below the smallest Ritz value: near it, but A - sigma I stays positive
         # definite on the basis.
@@ -163,23 +166,26 @@ def _assemble(
         empty = jnp.sum(jnp.abs(basis), axis=0) == 0
         core = (core + core.conj().T) / 2 + jnp.diag(jnp.where(empty, size, 0))
         ritz_values, ritz_vectors = eigh(core)
-        shift = 0.9 * ritz_values[0]
-        weights = 0.9**0.5 * ritz_vectors[:, 0]
-    shift = jnp.asarray(shift, real)
-    floor = flat.eps * size
-    shift = jnp.maximum(shift, jnp.where(floor > 0, floor, 1))
-    products = products - jax.lax.stop_gradient(shift).astype(flat.dtype) * basis
+        shift = 0.9 * ritz_values[0] * unit
+        direction = 0.9**0.5 * (basis @ ritz_vectors[:, 0])
+    floor = flat.eps * jnp.where(size > 0, size, 1)
+    shift = jnp.maximum(jnp.asarray(shift, real), floor * unit)
+    relative = jax.lax.stop_gradient(shift) / unit
+    products = products - relative.astype(flat.dtype) * basis
     approximation = nystrom(basis, products, flat.eps)
     vectors, s, _ = thin_svd(approximation.factor, flat.eps)
+    # Rows of the whitener have the length h^(-1/2), for h an eigenvalue of H.
+    whitener = approximation.whitener
+    damping = 1 / (1 + 0.02 * relative * jnp.sum(jnp.abs(whitener) ** 2, axis=1))
     return Preconditioner(
-        vectors,
-        jnp.maximum(s**2 - approximation.shift, 0),
-        shift,
-        basis,
-        approximation.factor @ approximation.whitener,
-        weights,
-        lx.IdentityLinearOperator(operator.in_structure()),
-        basis.shape[1],
+        vectors=vectors,
+        values=unit * jnp.maximum(s**2 - approximation.shift, 0),
+        shift=shift,
+        basis=basis,
+        quotient=(approximation.factor * damping) @ whitener,
+        shift_direction=direction,
+        template=lx.IdentityLinearOperator(operator.in_structure()),
+        num_matvecs=basis.shape[1],
     )
 
 

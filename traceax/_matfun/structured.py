@@ -1,6 +1,6 @@
 """Log-determinants of operators that are factored as they stand."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
 from .._operator.diagonal import diagonal_cost
+from .._vectors import dtypes
 
 
 class SignLog(NamedTuple):
@@ -29,13 +30,36 @@ def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
             if first is None or second is None:
                 return None
             return SignLog(first.sign * second.sign, first.log + second.log)
+        case lx.NegLinearOperator():
+            return _scaled(operator, -1.0, 1)
+        case lx.MulLinearOperator():
+            return _scaled(operator, operator.scalar, 1)
+        case lx.DivLinearOperator():
+            return _scaled(operator, operator.scalar, -1)
     if diagonal_cost(operator) > 0:
         return None
-    if lx.is_lower_triangular(operator) or lx.is_upper_triangular(operator):
-        return _product(lx.diagonal(operator))
+    dtype, _ = dtypes(operator)
+    triangular = lx.is_lower_triangular(operator) or lx.is_upper_triangular(operator)
+    if triangular or lx.is_diagonal(operator):
+        return _product(lx.diagonal(operator).astype(dtype))
     if lx.is_tridiagonal(operator):
-        return _continuant(*lx.tridiagonal(operator))
+        return _continuant(*(each.astype(dtype) for each in lx.tridiagonal(operator)))
     return None
+
+
+def _scaled(
+    operator: lx.NegLinearOperator | lx.MulLinearOperator | lx.DivLinearOperator,
+    factor: Any,
+    power: int,
+) -> SignLog | None:
+    """`det(c A) = c^n det A` for `operator = c A`, `c = factor ** power`."""
+    found = structured_log_det(operator.operator)
+    if found is None:
+        return None
+    n = operator.in_size()
+    factor = jnp.asarray(factor, found.sign.dtype)
+    sign, log = _sign(factor), n * power * jnp.log(jnp.abs(factor))
+    return SignLog(found.sign * sign ** (n * power), found.log + log)
 
 
 def _product(entries: Inexact[Array, " n"]) -> SignLog:

@@ -1,0 +1,552 @@
+"""Each kind of wrong input to the functions of `traceax._logdet`, `_trace_of_function`
+and `_matfun` gives an exception that names argument, value and fix."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import matrix_free
+
+
+N = 12
+KEY = jr.key(0)
+PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
+MATRIX = jnp.diag(jnp.arange(1.0, N + 1)) + 0.1
+TAGGED = matrix_free(MATRIX, PSD)
+UNTAGGED = matrix_free(MATRIX)
+INDEFINITE = MATRIX - 6 * jnp.eye(N)
+SLQ, KRYLOV = tx.SLQEstimator(), tx.KrylovAwareEstimator()
+every_estimator = pytest.mark.parametrize(
+    "estimator", [SLQ, KRYLOV], ids=lambda e: type(e).__name__
+)
+# Estimated and, for k >= n, exact.
+every_budget = pytest.mark.parametrize("k", [4, N])
+
+
+@pytest.fixture(autouse=True)
+def as_users_call():
+    """Without the run-time checks of annotations, which would come before ours."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def logdet(operator, estimator=SLQ, *, k=4, num_steps=3, key=KEY, **settings):
+    return tx.logdet(operator, estimator, k=k, num_steps=num_steps, key=key, **settings)
+
+
+def trace_of(function, operator, estimator=SLQ, *, k=4, num_steps=3, key=KEY, **settings):
+    settings = {"k": k, "num_steps": num_steps, "key": key} | settings
+    return tx.trace_of_function(operator, function, estimator, **settings)
+
+
+def trace_of_exp(operator, estimator=SLQ, **settings):
+    return trace_of(tx.Exp(), operator, estimator, **settings)
+
+
+def matrix_operator(matrix, tags=PSD):
+    return lx.MatrixLinearOperator(matrix, tags)
+
+
+def check(exception, parts, call):
+    with pytest.raises(exception) as error:
+        call()
+    message = str(error.value)
+    for part in parts:
+        assert part in message
+
+
+def check_failure(result, call):
+    """`call(throw)` gives `result`, or raises its message."""
+    solution = call(throw=False)
+    assert solution.result == result
+    check(RuntimeError, [tx.RESULTS[result]], lambda: call(throw=True))
+    return solution
+
+
+both = pytest.mark.parametrize("call", [logdet, trace_of_exp])
+OPERATOR_CALLS = {
+    "logdet": logdet,
+    "trace_of_function": trace_of_exp,
+    "function_of": lambda operator: tx.function_of(operator, tx.Exp(), 3),
+    "nystrom": lambda operator: tx.nystrom_preconditioner(operator, 3, key=KEY),
+    "pivoted_cholesky": lambda operator: tx.pivoted_cholesky_preconditioner(operator, 3),
+}
+every_call = pytest.mark.parametrize("name", OPERATOR_CALLS)
+# Calls with an integer on which shapes depend, by the name of that integer.
+INTEGER_CALLS = [
+    ("k", lambda x: logdet(TAGGED, k=x)),
+    ("num_steps", lambda x: logdet(TAGGED, num_steps=x)),
+    ("k", lambda x: trace_of_exp(TAGGED, k=x)),
+    ("num_steps", lambda x: trace_of_exp(TAGGED, num_steps=x)),
+    ("num_steps", lambda x: tx.function_of(TAGGED, tx.Exp(), x)),
+    ("rank", lambda x: tx.nystrom_preconditioner(TAGGED, x, key=KEY)),
+    (
+        "rank",
+        lambda x: tx.pivoted_cholesky_preconditioner(TAGGED, x, diagonal=jnp.ones(N)),
+    ),
+]
+every_integer = pytest.mark.parametrize(
+    ("name", "call"),
+    INTEGER_CALLS,
+    ids=[
+        "logdet-k",
+        "logdet-num_steps",
+        "trace_of_function-k",
+        "trace_of_function-num_steps",
+        "function_of",
+        "nystrom",
+        "pivoted_cholesky",
+    ],
+)
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("operator", "parts"),
+    [
+        pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
+        pytest.param(MATRIX, ["`lineax.MatrixLinearOperator("], id="array"),
+        pytest.param("matrix", ["str", "operators of lineax"], id="other"),
+    ],
+)
+def test_not_an_operator(name, operator, parts):
+    parts = ["`operator` must be a `lineax.AbstractLinearOperator`", *parts]
+    check(TypeError, parts, lambda: OPERATOR_CALLS[name](operator))
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("fn", "exception", "parts"),
+    [
+        (lambda v: v[:5], ValueError, ["square", "out_size=5, in_size=12"]),
+        (lambda v: v.reshape(3, 4), ValueError, ["square", "(12,)", "(3, 4)"]),
+        (lambda v: v + 0j, TypeError, ["complex128", "float64", "Cast"]),
+    ],
+    ids=["rectangular", "other-shape", "complex"],
+)
+def test_operator_structure(name, fn, exception, parts):
+    structure = jax.ShapeDtypeStruct((N,), jnp.float64)
+    operator = lx.FunctionLinearOperator(fn, structure)
+    parts = ["`operator`", *parts]
+    check(exception, parts, lambda: OPERATOR_CALLS[name](operator))
+
+
+@every_integer
+@pytest.mark.parametrize(
+    ("value", "exception", "parts"),
+    [
+        (0, ValueError, ["at least 1", "Found 0"]),
+        (-3, ValueError, ["at least 1", "Found -3"]),
+        (4.0, TypeError, ["integer", "Found 4.0 of type float", "int(4.0)"]),
+        (True, TypeError, ["integer", "Found True of type bool"]),
+        ("4", TypeError, ["integer", "Found '4' of type str"]),
+        (None, TypeError, ["integer", "Found None"]),
+    ],
+    ids=str,
+)
+def test_integers(name, call, value, exception, parts):
+    check(exception, [f"`{name}`", *parts], lambda: call(value))
+
+
+@every_integer
+def test_traced_integers(name, call):
+    parts = [f"`{name}` must be a Python integer", "traced", f"static_argnames='{name}'"]
+    check(TypeError, parts, lambda: jax.jit(call)(4))
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.int32])
+def test_integer_arrays_are_integers(kind):
+    solution = logdet(TAGGED, k=kind(4), num_steps=kind(3))
+    assert solution.stats["num_matvecs"] == 12
+
+
+@both
+def test_missing_key(call):
+    parts = ["`key` is missing", "`key=jax.random.key(0)`"]
+    check(ValueError, parts, lambda: call(TAGGED, key=None))
+
+
+KEY_CALLS = {
+    "logdet": lambda key: logdet(TAGGED, key=key),
+    "trace_of_function": lambda key: trace_of_exp(TAGGED, key=key),
+    "nystrom": lambda key: tx.nystrom_preconditioner(TAGGED, 3, key=key),
+}
+
+
+@pytest.mark.parametrize("name", KEY_CALLS)
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [(0, ""), (jnp.zeros(2), "shape (2,)"), (jr.split(KEY, 3), "shape (3,)")],
+    ids=["int", "floats", "batch"],
+)
+def test_not_a_key(name, key, found):
+    parts = ["`key` must be one JAX PRNG key", found, "`jax.random.key(0)`", "jax.vmap"]
+    check(TypeError, parts, lambda: KEY_CALLS[name](key))
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value", "parts", "example"),
+    [
+        ("estimator", tx.XTraceEstimator(), ["XTraceEstimator"], "SLQEstimator()"),
+        ("estimator", tx.SLQEstimator, ["SLQEstimator'"], "SLQEstimator()"),
+        ("estimator", "slq", ["Found 'slq'"], "SLQEstimator()"),
+        ("gradient", lx.CG(1e-6, 1e-6), ["Found CG"], "LanczosGradient()"),
+        ("gradient", None, ["Found None"], "LanczosGradient()"),
+        ("execution", 3, ["Found 3"], "Local()"),
+    ],
+)
+def test_not_an_instance(call, name, value, parts, example):
+    kind = {
+        "estimator": "AbstractFunctionEstimator",
+        "gradient": "AbstractFunctionGradient",
+        "execution": "AbstractExecution",
+    }[name]
+    parts = [f"`{name}` must be an instance of `traceax.{kind}`", *parts]
+    parts.append(f"`traceax.{example}`")
+    check(TypeError, parts, lambda: call(TAGGED, **{name: value}))
+
+
+def test_preconditioner_is_not_one():
+    parts = ["`preconditioner` must be an instance of `traceax.Preconditioner`", "Found"]
+    inverse = tx.nystrom_preconditioner(TAGGED, 3, key=KEY).inverse()
+    for wrong in (inverse, MATRIX):
+        call = lambda wrong=wrong: logdet(TAGGED, preconditioner=wrong)  # noqa: E731
+        check(TypeError, [*parts, "traceax.nystrom_preconditioner("], call)
+
+
+@both
+def test_krylov_aware_with_too_few_probes(call):
+    parts = ["`KrylovAwareEstimator` needs at least k=3", "Found k=2", "Raise `k`"]
+    parts.append("`traceax.SLQEstimator`")
+    check(ValueError, parts, lambda: call(TAGGED, KRYLOV, k=2))
+
+
+def test_krylov_aware_with_a_sampler_that_does_not_fit():
+    parts = ["`sampler`", "rotation invariant", "Found `RademacherSampler`"]
+    parts.append("`traceax.SphereSampler`")
+    check(ValueError, parts, lambda: tx.KrylovAwareEstimator(tx.RademacherSampler()))
+
+
+@pytest.mark.parametrize("estimator", [tx.SLQEstimator, tx.KrylovAwareEstimator])
+def test_sampler_does_not_fit_the_operator(estimator):
+    sampler = tx.NormalSampler(jnp.complex128)
+    parts = ["NormalSampler(dtype=complex128)", "float64", "complex operator", "dtype"]
+    check(ValueError, parts, lambda: logdet(TAGGED, estimator(sampler)))
+
+
+def test_krylov_aware_logdet_needs_a_tag_and_no_preconditioner():
+    parts = ["`estimator` must be a `traceax.SLQEstimator`", "preconditioner", "tag"]
+    parts.append("Found `KrylovAwareEstimator`")
+    preconditioner = tx.nystrom_preconditioner(TAGGED, 3, key=KEY)
+    check(ValueError, parts, lambda: logdet(UNTAGGED, KRYLOV))
+    settings = {"preconditioner": preconditioner}
+    check(ValueError, parts, lambda: logdet(TAGGED, KRYLOV, **settings))
+    assert jnp.isfinite(logdet(TAGGED, KRYLOV).value)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "tags", "fix"),
+    [
+        (MATRIX, (), "lineax.symmetric_tag"),
+        (MATRIX.astype(complex), (), "traceax.hermitian_tag"),
+        # Symmetric is not Hermitian.
+        (MATRIX.astype(complex), lx.symmetric_tag, "traceax.hermitian_tag"),
+    ],
+    ids=["real", "complex", "complex-symmetric"],
+)
+@pytest.mark.parametrize("name", ["trace_of_function", "function_of"])
+def test_missing_tag(name, matrix, tags, fix):
+    parts = [
+        "`operator` must be Hermitian",
+        "Found `operator` of type FunctionLinearOperator without",
+        f"`lineax.TaggedLinearOperator(operator, {fix})`",
+        "`lineax.positive_semidefinite_tag`",
+    ]
+    operator = matrix_free(matrix, tags)
+    check(ValueError, parts, lambda: OPERATOR_CALLS[name](operator))
+
+
+@pytest.mark.parametrize("tags", [(), lx.symmetric_tag, NSD])
+@pytest.mark.parametrize("name", ["nystrom", "pivoted_cholesky"])
+def test_preconditioner_of_an_operator_without_the_tag(name, tags):
+    parts = ["`operator`", "Found one of type MatrixLinearOperator without the tag"]
+    parts.append("TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)")
+    operator = lx.MatrixLinearOperator(MATRIX, tags)
+    check(ValueError, parts, lambda: OPERATOR_CALLS[name](operator))
+
+
+@pytest.mark.parametrize(
+    ("operator", "found"),
+    [
+        (matrix_free(jnp.eye(N + 1), PSD), ["size 12", "size 13"]),
+        (UNTAGGED, ["size 12", "not tagged"]),
+        (matrix_free(-MATRIX, NSD), ["size 12", "not tagged"]),
+    ],
+    ids=["other-size", "untagged", "negative"],
+)
+def test_preconditioner_does_not_fit_the_operator(operator, found):
+    preconditioner = tx.nystrom_preconditioner(TAGGED, 3, key=KEY)
+    parts = ["`preconditioner` needs an operator tagged positive semidefinite", *found]
+    check(ValueError, parts, lambda: logdet(operator, preconditioner=preconditioner))
+
+
+def test_pivoted_cholesky_needs_a_diagonal():
+    parts = ["`diagonal` is missing", "FunctionLinearOperator", "Pass it"]
+    parts.append("`traceax.nystrom_preconditioner`")
+    check(ValueError, parts, lambda: tx.pivoted_cholesky_preconditioner(TAGGED, 3))
+
+
+@pytest.mark.parametrize("shape", [(N - 1,), (), (N, 1)])
+def test_diagonal_of_another_shape(shape):
+    parts = [f"`diagonal` must have the shape ({N},)", f"Found {shape}"]
+    wrong = jnp.ones(shape)
+    call = lambda: tx.pivoted_cholesky_preconditioner(TAGGED, 3, diagonal=wrong)  # noqa: E731
+    check(ValueError, parts, call)
+
+
+@pytest.mark.parametrize("window", [-1, 2.0, True, "all"])
+def test_window(window):
+    parts = ["`window` must be a Python integer, 0 or more", f"Found {window!r}"]
+    check(ValueError, [*parts, "None"], lambda: tx.SLQEstimator(window=window))
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize("exponent", ["2", None, True, jnp.asarray(0.5)])
+def test_exponent(exponent):
+    parts = ["`exponent` must be a Python int or float", type(exponent).__name__]
+    check(TypeError, [*parts, "lambda x: x**p"], lambda: tx.Power(exponent))
+
+
+@pytest.mark.parametrize("function", ["log", 2.0, None, tx.Log, jnp.ones(3)])
+@pytest.mark.parametrize("name", ["trace_of_function", "function_of"])
+def test_function_is_not_one(name, function):
+    calls = {
+        "trace_of_function": lambda: trace_of(function, TAGGED),
+        "function_of": lambda: tx.function_of(TAGGED, function, 3),
+    }
+    parts = ["`function` must be a `traceax.AbstractSpectralFunction` or a callable"]
+    parts += [f"Found {function!r}", "`traceax.Log()`"]
+    check(TypeError, parts, calls[name])
+
+
+@every_estimator
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (lambda x: x + 1j, ["shape ()", "dtype complex128"]),
+        (lambda x: jnp.stack([x, x]), ["shape (2,)", "dtype float64"]),
+        (lambda x: x > 0, ["shape ()", "dtype bool"]),
+    ],
+    ids=["complex", "vector", "bool"],
+)
+def test_function_does_not_map_reals_to_reals(estimator, function, parts):
+    parts = ["`function` must map a real number to a real number", "float64", *parts]
+    check(TypeError, parts, lambda: trace_of(function, TAGGED, estimator))
+
+
+def test_function_of_a_function_that_does_not_map_reals_to_reals():
+    parts = ["`function` must map a real number to a real number", "complex128"]
+    call = lambda: tx.function_of(TAGGED, lambda x: x + 1j, 3).mv(jnp.ones(N))  # noqa: E731
+    check(TypeError, parts, call)
+
+
+@pytest.mark.parametrize("solver", ["cg", lx.CG, None, 1e-6])
+def test_solve_gradient_needs_a_solver(solver):
+    parts = ["`solver` must be a `lineax.AbstractLinearSolver`", type(solver).__name__]
+    check(TypeError, [*parts, "`lineax.CG("], lambda: tx.SolveGradient(solver))
+
+
+@every_budget
+@every_estimator
+@pytest.mark.parametrize(
+    "function",
+    [tx.Exp(), tx.Entropy(), tx.Power(0.5), jnp.tanh],
+    ids=["Exp", "Entropy", "Power", "tanh"],
+)
+def test_solve_gradient_needs_a_power(estimator, k, function):
+    gradient = tx.SolveGradient(lx.CG(1e-6, 1e-6))
+    name = "_Callable" if function is jnp.tanh else type(function).__name__
+    parts = ["`gradient=traceax.SolveGradient(...)`", "`traceax.Log`", f"Found `{name}`"]
+    parts.append("`traceax.LanczosGradient()`")
+    call = lambda: trace_of(function, TAGGED, estimator, k=k, gradient=gradient)  # noqa: E731
+    check(ValueError, parts, call)
+
+
+SECOND = {
+    "logdet": lambda a, k: logdet(matrix_operator(a), k=k),
+    "general": lambda a, k: logdet(matrix_operator(a, ()), k=k),
+    "inverse": lambda a, k: trace_of(tx.Inverse(), matrix_operator(a), k=k),
+    "krylov": lambda a, k: trace_of(tx.Inverse(), matrix_operator(a), KRYLOV, k=k),
+}
+
+
+@every_budget
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivative_of_the_default_gradient(name, k):
+    parts = ["second derivatives", "`gradient=traceax.SolveGradient(lineax.CG("]
+
+    def slope(x):
+        return jax.grad(lambda x: SECOND[name](x * MATRIX, k).value)(x)
+
+    assert jnp.isfinite(slope(1.0))
+    check(NotImplementedError, parts, lambda: jax.grad(slope)(1.0))
+    check(NotImplementedError, parts, lambda: jax.jvp(slope, (1.0,), (1.0,)))
+
+
+def test_derivative_of_function_of_in_the_operator():
+    def product(x, function=tx.Exp()):
+        operator = matrix_operator(x * MATRIX)
+        return jnp.sum(tx.function_of(operator, function, 3).mv(jnp.ones(N)))
+
+    parts = ["`traceax.function_of` has no derivative with respect to the operator"]
+    parts += ["`traceax.trace_of_function`", "`traceax.logdet`"]
+    check(NotImplementedError, parts, lambda: jax.grad(product)(1.0))
+    check(NotImplementedError, parts, lambda: jax.jvp(product, (1.0,), (1.0,)))
+    by_scale = jax.grad(lambda s: product(1.0, tx.Exp(s)))
+    check(NotImplementedError, [*parts, "function's parameters"], lambda: by_scale(1.0))
+
+
+@every_budget
+@every_estimator
+@pytest.mark.parametrize(
+    "function", [tx.Log(), tx.Power(-0.5)], ids=lambda f: type(f).__name__
+)
+def test_operator_is_not_positive_definite(estimator, k, function):
+    operator = lx.MatrixLinearOperator(INDEFINITE, PSD)
+
+    def call(throw):
+        settings = {"k": k, "num_steps": 8, "throw": throw}
+        if isinstance(function, tx.Log):
+            return logdet(operator, estimator, **settings)
+        return trace_of(function, operator, estimator, **settings)
+
+    solution = check_failure(tx.RESULTS.not_positive_definite, call)
+    smallest, largest = solution.stats["ritz_values"]
+    assert smallest < 0 < largest
+    parts = ["positive definite", "jitter", "(c)", str(smallest), str(largest)]
+    check(RuntimeError, parts, lambda: call(throw=True))
+
+
+def test_not_positive_definite_under_jit_and_with_other_tags():
+    @jax.jit
+    def compiled(matrix):
+        return logdet(matrix_operator(matrix), num_steps=8, throw=True).value
+
+    check(RuntimeError, ["positive definite"], lambda: compiled(INDEFINITE))
+    for wrong in (
+        lambda throw: logdet(matrix_operator(INDEFINITE, NSD), num_steps=8, throw=throw),
+        lambda throw: logdet(
+            matrix_operator(INDEFINITE),
+            num_steps=8,
+            preconditioner=tx.nystrom_preconditioner(TAGGED, 3, key=KEY),
+            throw=throw,
+        ),
+    ):
+        check_failure(tx.RESULTS.not_positive_definite, wrong)
+    # Without the tag it is log |det A|, which exists.
+    assert jnp.isfinite(logdet(matrix_operator(INDEFINITE, ())).value)
+
+
+@every_budget
+@every_estimator
+@pytest.mark.parametrize("function", [tx.Entropy(), jnp.log], ids=["Entropy", "jnp.log"])
+def test_spectrum_outside_the_domain(estimator, k, function):
+    operator = lx.MatrixLinearOperator(INDEFINITE, lx.symmetric_tag)
+
+    def call(throw):
+        return trace_of(function, operator, estimator, k=k, num_steps=8, throw=throw)
+
+    solution = check_failure(tx.RESULTS.outside_domain, call)
+    smallest, largest = solution.stats["ritz_values"]
+    parts = ["outside", "domain of the function", str(smallest), str(largest)]
+    check(RuntimeError, parts, lambda: call(throw=True))
+
+
+@every_estimator
+def test_function_that_overflows(estimator):
+    call = lambda throw: trace_of(  # noqa: E731
+        tx.Exp(1e4), TAGGED, estimator, num_steps=8, throw=throw
+    )
+    check_failure(tx.RESULTS.outside_domain, call)
+
+
+@every_budget
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("name", SECOND)
+def test_products_that_are_not_finite(name, bad, k):
+    matrix = MATRIX.at[3, 4].set(bad).at[4, 3].set(bad)
+    calls = {
+        "logdet": lambda throw: logdet(matrix_operator(matrix), k=k, throw=throw),
+        "general": lambda throw: logdet(matrix_operator(matrix, ()), k=k, throw=throw),
+        "inverse": lambda throw: trace_of(
+            tx.Inverse(), matrix_operator(matrix), k=k, throw=throw
+        ),
+        "krylov": lambda throw: trace_of(
+            tx.Inverse(), matrix_operator(matrix), KRYLOV, k=k, throw=throw
+        ),
+    }
+    check_failure(tx.RESULTS.nonfinite_product, calls[name])
+    parts = ["not finite", "operator's arrays hold NaN", "`operator.mv`"]
+    check(RuntimeError, parts, lambda: calls[name](throw=True))
+
+
+def test_adjoint_products_that_are_not_finite():
+    """The transpose of this function divides zero by zero."""
+    divisor = jnp.ones(N).at[3].set(0)
+    operator = lx.FunctionLinearOperator(
+        lambda v: MATRIX @ jnp.where(divisor > 0, v / divisor, 2 * v),
+        jax.ShapeDtypeStruct((N,), jnp.float64),
+    )
+    assert jnp.all(jnp.isfinite(operator.mv(jnp.ones(N))))
+    assert not jnp.all(jnp.isfinite(operator.transpose().mv(jnp.ones(N))))
+    call = lambda throw: logdet(operator, num_steps=8, throw=throw)  # noqa: E731
+    check_failure(tx.RESULTS.nonfinite_product, call)
+
+
+@pytest.mark.parametrize(
+    "function", [tx.Exp(), tx.Entropy(), jnp.tanh], ids=["Exp", "Entropy", "tanh"]
+)
+def test_nonfinite_products_are_not_blamed_on_the_function(function):
+    matrix = MATRIX.at[3, 4].set(jnp.nan)
+    call = lambda throw: trace_of(function, matrix_operator(matrix), throw=throw)  # noqa: E731
+    check_failure(tx.RESULTS.nonfinite_product, call)
+
+
+@every_budget
+@pytest.mark.parametrize("tags", [PSD, NSD, ()], ids=["positive", "negative", "none"])
+def test_zero_operator_has_no_log_determinant(tags, k):
+    call = lambda throw: logdet(  # noqa: E731
+        matrix_operator(jnp.zeros((N, N)), tags), k=k, throw=throw
+    )
+    result = tx.RESULTS.not_positive_definite if tags else tx.RESULTS.zero_determinant
+    check_failure(result, call)
+
+
+@pytest.mark.parametrize("tags", [PSD, ()], ids=["positive", "none"])
+def test_singular_matrix_has_no_log_determinant(tags):
+    matrix = MATRIX.at[:, 3].set(0).at[3].set(0)
+    solution = logdet(matrix_operator(matrix, tags), k=N, throw=False)
+    assert solution.result != tx.RESULTS.successful
+    if not tags:
+        assert solution.result == tx.RESULTS.zero_determinant
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_right_input_succeeds(name):
+    solution = SECOND[name](MATRIX, 4)
+    assert solution.result == tx.RESULTS.successful
+    assert tx.RESULTS[solution.result] == ""
+
+
+def test_static_integers_are_not_traced():
+    compiled = eqx.filter_jit(lambda k, s: logdet(TAGGED, k=k, num_steps=s).value)
+    assert jnp.isfinite(compiled(4, 3))
