@@ -132,7 +132,8 @@ class _Preconditioned(eqx.Module):
 
     def __call__(self, vector):
         half = self.preconditioner.power
-        return half(-0.5, self.fn(half(-0.5, vector)))
+        with standard_promotion():
+            return half(-0.5, self.fn(half(-0.5, vector)))
 
 
 def _prepare(operator: lx.AbstractLinearOperator, rank: int) -> tuple[FlatOperator, int]:
