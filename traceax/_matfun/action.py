@@ -12,7 +12,7 @@ from .._kernel.quadrature import apply_to_first, ritz
 from .._solve import check_hermitian, check_operator, check_positive
 from .._vectors import FlatOperator, flatten, hermitian_tag, unflatten
 from .functions import AbstractSpectralFunction, as_spectral_function
-from .quadratic_form import evaluate_inside, rounding_floor
+from .quadratic_form import values_at
 
 
 class _Action(eqx.Module):
@@ -39,9 +39,7 @@ class _Action(eqx.Module):
         flat, function = self.operator, self.function
         run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
         nodes, vectors = ritz(run.alpha, run.beta)
-        floor = rounding_floor(nodes, flat.eps)
-        zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
-        values = evaluate_inside(function, function, nodes, zero)
+        values = values_at(function, nodes, flat.eps)
         # For the zero vector there is no Krylov space, and f(0) may be infinite.
         first = jnp.where(run.norm > 0, apply_to_first(nodes, vectors, values), 0)
         return run.norm * jnp.matmul(first, run.basis, precision="highest")

@@ -11,7 +11,7 @@ from .._solution import Estimate, failure, RESULTS
 from .._vectors import FlatOperator
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import check_domain, evaluate_inside, rounding_floor
+from .quadratic_form import check_domain, roundoff, slopes_at, values_at
 
 
 def exact_trace_of_function(
@@ -24,10 +24,8 @@ def exact_trace_of_function(
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator.frozen, eye)
     nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
-    floor = rounding_floor(nodes, operator.eps)
-    zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
-    value = jnp.sum(evaluate_inside(function, function, nodes, zero))
-    slopes = evaluate_inside(function, function.derivative, nodes, floor)
+    value = jnp.sum(values_at(function, nodes, operator.eps))
+    slopes = slopes_at(function, nodes, operator.eps)
     left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
     extremes = nodes[None, jnp.array([0, -1])]
     result = check_domain(function, operator, extremes, value)
@@ -44,7 +42,7 @@ def exact_log_abs_det(
     """The sum of the logarithms of the singular values."""
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     u, s, vh = svd(execution.matmat(operator.frozen, eye))
-    nodes = jnp.maximum(s, rounding_floor(s, operator.eps))
+    nodes = jnp.maximum(s, roundoff(s, operator.eps))
     value = jnp.sum(jnp.log(nodes))
     left = jnp.matmul(u / nodes, vh, precision="highest")
     singular = s[-1] <= operator.eps * s[0]

@@ -12,10 +12,10 @@ from .._solution import Estimate
 from .base import AbstractFunctionEstimator
 from .quadratic_form import (
     check_domain,
-    evaluate_inside,
     lanczos_form,
-    rounding_floor,
+    slopes_at,
     span,
+    values_at,
 )
 
 
@@ -81,8 +81,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             for _ in range(2):
                 rest = rest - basis @ (basis.conj().T @ rest)
             nodes, vectors = eigh(run.matrix)
-            floor = rounding_floor(nodes, operator.eps)
-            zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
             present = jnp.sum(jnp.abs(basis), axis=0) > 0
             # To the length that they have in the mean, as in XTrace: a constant part of
             # f then adds no variance.
@@ -90,9 +88,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             length = jnp.sqrt((n - jnp.sum(present)).astype(norms.dtype))
             rest = rest * (length / jnp.where(norms > 0, norms, 1))
             lead = vectors[:width] * present[:, None]
-            values = evaluate_inside(function, function, nodes, zero)
+            values = values_at(function, nodes, operator.eps)
             deflated = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
-            slopes = evaluate_inside(function, function.derivative, nodes, floor)
+            slopes = slopes_at(function, nodes, operator.eps)
             left = run.basis @ ((vectors * slopes) @ lead.conj().T)
 
         def form(flat, probe):

@@ -34,15 +34,29 @@ class QuadraticForm(eqx.Module):
     extremes: Real[Array, "2"]
 
 
-def evaluate_inside(
-    function: AbstractSpectralFunction,
-    g: Callable[[Array], Array],
-    nodes: Real[Array, " s"],
-    floor: Real[Array, ""],
+def values_at(
+    function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
 ) -> Real[Array, " s"]:
-    """`g` at the nodes, those below `floor` raised to it if the domain of `function` has
-    no negative numbers; `floor` is where rounding begins."""
-    return g(jnp.maximum(nodes, floor) if function.semidefinite_domain else nodes)
+    """The function at Ritz values, which rounding may have moved out of its domain."""
+    if not function.semidefinite_domain:
+        return function(nodes)
+    lowest = roundoff(nodes, eps) if function.singular_at_zero else 0
+    return function(jnp.maximum(nodes, lowest))
+
+
+def slopes_at(
+    function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
+) -> Real[Array, " s"]:
+    """Its derivative there, which may be infinite at 0."""
+    if not function.semidefinite_domain:
+        return function.derivative(nodes)
+    return function.derivative(jnp.maximum(nodes, roundoff(nodes, eps)))
+
+
+def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
+    """Eigenvalues smaller than this are lost in the products' rounding."""
+    largest = jnp.max(jnp.abs(nodes))
+    return jnp.where(largest > 0, eps * largest, eps)
 
 
 def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
@@ -74,12 +88,6 @@ def check_domain(
     return failure(outside, how)
 
 
-def rounding_floor(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
-    """Eigenvalues smaller than this are lost in the products' rounding."""
-    largest = jnp.max(jnp.abs(nodes))
-    return jnp.where(largest > 0, eps * largest, eps)
-
-
 def lanczos_form(
     mv: Callable[[Array], Array],
     probe: Inexact[Array, " n"],
@@ -92,24 +100,19 @@ def lanczos_form(
 ) -> QuadraticForm:
     run = lanczos(mv, probe, num_steps, window=window, eps=eps)
     nodes, vectors = ritz(run.alpha, run.beta)
-    floor = rounding_floor(nodes, eps)
     square = run.norm**2
-
-    def gauss(nodes, vectors, floor):
-        values = evaluate_inside(function, function, nodes, floor)
-        return square * jnp.sum(vectors[0] ** 2 * values)
-
-    zero = floor if function.singular_at_zero else jnp.zeros_like(floor)
-    value = gauss(nodes, vectors, zero)
+    value = square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
     bracket = jnp.stack([value, value])
     if function.bracketed:
-        end = zero
+        end = roundoff(nodes, eps) if function.singular_at_zero else jnp.zeros_like(value)
         if lower_bound is not None:
-            end = jnp.minimum(jnp.asarray(lower_bound, zero.dtype), nodes[0])
-        other = gauss(*ritz(*radau(run.alpha, run.beta, end)), end)
+            end = jnp.minimum(jnp.asarray(lower_bound, end.dtype), nodes[0])
+        others, weights = ritz(*radau(run.alpha, run.beta, end))
+        values = function(jnp.maximum(others, end))
+        other = square * jnp.sum(weights[0] ** 2 * values)
         bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
-    slopes = evaluate_inside(function, function.derivative, nodes, floor)
+    slopes = slopes_at(function, nodes, eps)
     slope = apply_to_first(nodes, vectors, slopes)
     _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
     residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
@@ -132,8 +135,7 @@ def golub_kahan_form(
     run = golub_kahan(mv, adjoint_mv, probe, num_steps, window=window, eps=eps)
     middle = jnp.diag(run.diagonal) + jnp.diag(run.above[:-1], 1)
     u, s, vh = svd(middle)
-    floor = rounding_floor(s, eps)
-    nodes = jnp.maximum(s, floor)
+    nodes = jnp.maximum(s, roundoff(s, eps))
     square = run.norm**2
     value = square * jnp.sum(vh[:, 0] ** 2 * jnp.log(nodes))
 
