@@ -41,6 +41,14 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Each holds memory maps of the process, of which Linux allows 65530: with more, the
+    next compilation is a segmentation fault."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def getkey():
     getkey = eqxi.GetKey(20261121)

@@ -173,7 +173,7 @@ def test_block_lanczos_breaks_down():
 
 
 @every_dtype
-@pytest.mark.parametrize("window", [None, 0])
+@pytest.mark.parametrize("window", [None, 4, 0])
 def test_golub_kahan_relations(window, dtype):
     eps = eps_of(dtype)
     matrix, start = jr.normal(jr.key(7), (N, N), dtype), jr.normal(jr.key(8), (N,), dtype)

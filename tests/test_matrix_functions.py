@@ -376,7 +376,12 @@ def test_function_of():
     assert jnp.allclose(jax.jvp(inverse.mv, (vector,), (vector,))[1], dense @ vector)
     assert jnp.all(inverse.mv(jnp.zeros_like(vector)) == 0)
     assert jnp.allclose(inverse.as_matrix(), dense)
-    for estimator in (tx.HutchPlusPlusEstimator(), tx.XNysTraceEstimator()):
+    assert jnp.allclose(lx.diagonal(inverse), jnp.diagonal(dense))
+    for estimator in (
+        tx.HutchPlusPlusEstimator(),
+        tx.XTraceEstimator(),
+        tx.XNysTraceEstimator(),
+    ):
         solution = tx.trace(inverse, estimator, k=24, key=KEY)
         error = jnp.abs(solution.value - jnp.trace(dense))
         assert error < 6 * solution.std_err

@@ -135,6 +135,20 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
     return out, tangent
 
 
+@jax.custom_jvp
+def attach_slope(value: Array, x: Array, slope: Array) -> Array:
+    """`value`, with `slope` as its derivative in the scalar `x` besides those it has;
+    without a derivative, the slope is not computed."""
+    return value
+
+
+@attach_slope.defjvp
+def _attach_slope_rule(primals, tangents) -> Any:
+    value, x, slope = primals
+    out = attach_slope(value, x, slope)
+    return out, tangents[0] + jax.lax.stop_gradient(slope) * tangents[1]
+
+
 @eqx.filter_checkpoint
 def _form(operator: FlatOperator, columns: tuple[Array, Array]) -> Array:
     left, right = columns

@@ -1,5 +1,5 @@
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from ._execution import AbstractExecution, Local
-from ._matfun.base import AbstractFunctionEstimator
+from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.exact import exact_log_abs_det, exact_trace_of_function
 from ._matfun.functions import Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -20,22 +20,13 @@ from ._solve import check_instance, check_operator, check_positive, solve
 from ._vectors import flatten
 
 
-class _LogDet(eqx.Module):
+class _LogDet(AbstractFunctionTask):
     """An estimator of the log-determinant, with its settings."""
 
     estimator: AbstractFunctionEstimator
     preconditioner: Preconditioner | None
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
-    fallback: ClassVar[str] = "SLQEstimator"
-
-    @property
-    def name(self) -> str:
-        return type(self.estimator).__name__
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.estimator.min_probes
 
     def exact(self, operator, execution):
         if (found := structured_log_det(operator)) is not None:
@@ -225,5 +216,10 @@ def logdet(
                 f"an operator of size {operator.in_size()} that is "
                 f"{'' if definite else 'not '}tagged so."
             )
-    runnable = _LogDet(estimator, preconditioner, gradient, num_steps)
-    return solve(runnable, operator, k=k, key=key, execution=execution, throw=throw)
+    task = _LogDet(
+        estimator=estimator,
+        preconditioner=preconditioner,
+        gradient=gradient,
+        num_steps=num_steps,
+    )
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

@@ -1,12 +1,12 @@
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._execution import AbstractExecution, Local
-from ._matfun.base import AbstractFunctionEstimator
+from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.exact import exact_trace_of_function
 from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -16,22 +16,13 @@ from ._solve import check_hermitian, check_instance, check_operator, check_posit
 from ._vectors import flatten
 
 
-class _TraceOfFunction(eqx.Module):
+class _TraceOfFunction(AbstractFunctionTask):
     """An estimator of the trace of a function, with its settings."""
 
     function: AbstractSpectralFunction
     estimator: AbstractFunctionEstimator
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
-    fallback: ClassVar[str] = "SLQEstimator"
-
-    @property
-    def name(self) -> str:
-        return type(self.estimator).__name__
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.estimator.min_probes
 
     def exact(self, operator, execution):
         flat = flatten(operator)
@@ -123,5 +114,7 @@ def trace_of_function(
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     check_instance("execution", execution, AbstractExecution, "Local()")
     function = as_spectral_function(function)
-    runnable = _TraceOfFunction(function, estimator, gradient, num_steps)
-    return solve(runnable, operator, k=k, key=key, execution=execution, throw=throw)
+    task = _TraceOfFunction(
+        estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
+    )
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

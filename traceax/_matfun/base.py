@@ -1,4 +1,5 @@
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import PRNGKeyArray
@@ -36,3 +37,18 @@ class AbstractFunctionEstimator(eqx.Module):
         execution: AbstractExecution,
     ) -> Estimate:
         """Estimate with at most `k * num_steps` products; `num_steps` is at most n."""
+
+
+class AbstractFunctionTask(eqx.Module):
+    """An estimator with the settings of one call, as `solve` wants it."""
+
+    estimator: eqx.AbstractVar[AbstractFunctionEstimator]
+    fallback: ClassVar[str] = "SLQEstimator"
+
+    @property
+    def name(self) -> str:
+        return type(self.estimator).__name__
+
+    @property
+    def min_matvecs(self) -> int:
+        return self.estimator.min_probes

@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._execution import AbstractExecution, full_precision, Local
-from .._gradient import attach, Frame
+from .._gradient import attach, attach_slope, Frame
 from .._kernel.dense import eigh, normalise, thin_svd
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
@@ -117,11 +117,10 @@ class Preconditioner(eqx.Module):
         )
         slope = trace - jnp.sum(jnp.abs(u) ** 2)
         slope -= jnp.sum(left.conj() * self.basis).real
-        slope = jax.lax.stop_gradient(slope)
         direction = self.shift_direction[:, None]
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
         right = jnp.concatenate([self.basis, direction], axis=1)
-        value = value + slope * (self.shift - shift)
+        value = attach_slope(value, self.shift, slope)
         frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
 
