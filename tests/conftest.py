@@ -29,6 +29,7 @@ _CHECKED = (
     "_moments",
     "_operator",
     "_sampler",
+    "_sharded",
     "_solution",
     "_vectors",
 )

@@ -15,12 +15,12 @@ FILES = {
 # From low to high; modules of one line do not import each other. Of the patterns that
 # fit a module, the first line counts. `x.__init__` are there to hold a docstring.
 LEVELS = [
-    "_solution _moments _vectors *.__init__",
+    "_solution _moments _vectors _devices *.__init__",
     "_kernel.dense",
     "_kernel.lanczos",
     "_sampler _kernel.* _operator.* _matfun.functions",
     "_execution",
-    "_gradient",
+    "_gradient _sharded",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.exact",
     "_estimator.base _matfun.base",

@@ -2,6 +2,11 @@
 
 from importlib.metadata import version as _version
 
+from ._devices import (
+    default_device as default_device,
+    devices as devices,
+    probe_mesh as probe_mesh,
+)
 from ._estimator.auto import (
     AutoTraceEstimator as AutoTraceEstimator,
     select_trace_estimator as select_trace_estimator,
@@ -54,6 +59,7 @@ from ._sampler import (
     SphereSampler as SphereSampler,
     SteinhausSampler as SteinhausSampler,
 )
+from ._sharded import Sharded as Sharded
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._trace import trace as trace
 from ._trace_of_function import trace_of_function as trace_of_function

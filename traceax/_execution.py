@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, PyTree, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Shaped
 
+from ._kernel.dense import factorising
 from ._vectors import FlatOperator
 
 
@@ -29,6 +31,20 @@ class AbstractExecution(eqx.Module):
     """Where, and how many at a time, probe vectors meet the operator."""
 
     @abc.abstractmethod
+    def map_reduce(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        reduce: Callable[[PyTree, Bool[Array, " p"]], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
+    ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
+        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked; and
+        `reduce(those, valid)` for each of the d parts of them that one device makes,
+        stacked. Where `valid` is False the result is one more copy of the last one. One
+        call of `fn` holds about `width` vectors of length n. The reduced parts carry no
+        derivatives."""
+
     def map(
         self,
         fn: Callable[[FlatOperator, PyTree], PyTree],
@@ -36,12 +52,16 @@ class AbstractExecution(eqx.Module):
         xs: PyTree[Shaped[Array, "m ..."]],
         width: int = 1,
     ) -> PyTree[Shaped[Array, "m ..."]]:
-        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked. One
-        call of `fn` holds about `width` vectors of length n."""
+        """The first of the two results of `map_reduce`."""
+        return self.map_reduce(fn, lambda *_: (), operator, xs, width)[0]
 
     def matmat(self, operator: FlatOperator, x: Array) -> Array:
         """The operator applied to the columns of `x`, shape `(n, m)`."""
         return self.map(FlatOperator.mv, operator, x.T).T
+
+    @abc.abstractmethod
+    def factorising(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which dense factorisations are to be traced."""
 
 
 class Local(AbstractExecution):
@@ -55,9 +75,12 @@ class Local(AbstractExecution):
     - `block_size`: probe vectors per block. `None` takes 128, or fewer where n is large:
         so many that a block of probes holds at most two million numbers and, for
         estimators that keep a Krylov basis for each probe, all bases at most 64 million.
+    - `host_factorisations`: whether dense factorisations are made on the host, with
+        LAPACK, and the rest on the accelerator. No effect on CPU.
     """
 
     block_size: int | None = eqx.field(static=True, default=None)
+    host_factorisations: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         size = self.block_size
@@ -66,17 +89,24 @@ class Local(AbstractExecution):
                 f"`block_size` must be a positive Python integer or None. Found {size!r}."
             )
 
-    def map(self, fn, operator, xs, width=1):
+    def map_reduce(self, fn, reduce, operator, xs, width=1):
         count = jax.tree.leaves(xs)[0].shape[0]
         n = operator.size
         block = self.block_size or max(1, min(128, 2**21 // n, 2**26 // (n * width)))
         if block >= count:
-            return jax.vmap(lambda x: fn(operator, x))(xs)
-        batch_size = None if block == 1 else block
-        return jax.lax.map(lambda x: fn(operator, x), xs, batch_size=batch_size)
+            outs = jax.vmap(lambda x: fn(operator, x))(xs)
+        else:
+            batch_size = None if block == 1 else block
+            outs = jax.lax.map(lambda x: fn(operator, x), xs, batch_size=batch_size)
+        part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
+        return outs, jax.tree.map(lambda x: x[None], part)
+
+    def factorising(self):
+        return factorising(on_host=self.host_factorisations, by_rows=False)
 
 
 Local.__init__.__doc__ = """**Arguments:**
 
 - `block_size`: probe vectors per block; see above.
+- `host_factorisations`: default is `False`.
 """

@@ -136,17 +136,15 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
 
 
 @jax.custom_jvp
-def attach_slope(value: Array, x: Array, slope: Array) -> Array:
-    """`value`, with `slope` as its derivative in the scalar `x` besides those it has;
-    without a derivative, the slope is not computed."""
+def attach_derivative(value: Array, surrogate: Array) -> Array:
+    """`value`, with the derivatives of `surrogate` besides those it has. Without a
+    derivative, the surrogate is not computed."""
     return value
 
 
-@attach_slope.defjvp
-def _attach_slope_rule(primals, tangents) -> Any:
-    value, x, slope = primals
-    out = attach_slope(value, x, slope)
-    return out, tangents[0] + jax.lax.stop_gradient(slope) * tangents[1]
+@attach_derivative.defjvp
+def _attach_derivative_rule(primals, tangents) -> Any:
+    return attach_derivative(*primals), tangents[0] + tangents[1]
 
 
 @eqx.filter_checkpoint

@@ -1,7 +1,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
 
 def sample_mean(samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
@@ -11,36 +11,69 @@ def sample_mean(samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
 
 
 class Moments(eqx.Module):
-    """Count, mean, spread and skewness of exchangeable samples.
+    """Count, mean, spread and skewness of exchangeable samples, in a form that merges.
 
-    The spread is the Euclidean norm of the deviations from the mean, not its square, so
-    that nothing overflows or underflows before the samples themselves do.
+    Complex samples are pairs of real ones, along the axis `c`. Sums are in units of the
+    largest deviation, so that nothing overflows or underflows before the samples do.
     """
 
-    count: int = eqx.field(static=True)
-    mean: Inexact[Array, ""]
-    spread: Real[Array, ""]
-    skewness: Real[Array, ""]
+    count: Real[Array, "*parts"]
+    center: Real[Array, "*parts c"]
+    unit: Real[Array, "*parts"]
+    squares: Real[Array, "*parts c"]
+    cubes: Real[Array, "*parts c"]
 
     @classmethod
-    def of(cls, samples: Inexact[Array, " m"]) -> "Moments":
-        count = samples.shape[0]
-        mean = sample_mean(samples)
-        deviation = samples - mean
-        largest = jnp.max(jnp.abs(deviation))
-        unit = deviation / jnp.where(largest > 0, largest, 1)
-        square = jnp.sum(jnp.abs(unit) ** 2)
-        cube = jnp.abs(jnp.sum(unit * jnp.abs(unit) ** 2))
-        skewness = cube * count**0.5 / jnp.where(largest > 0, square, 1) ** 1.5
-        return cls(count, mean, largest * jnp.sqrt(square), skewness)
+    def of(
+        cls, samples: Inexact[Array, " m"], valid: Bool[Array, " m"] | None = None
+    ) -> "Moments":
+        """Of the samples that are `valid`; the others may be anything finite."""
+        parts = [samples]
+        if jnp.iscomplexobj(samples):
+            parts = [samples.real, samples.imag]
+        center = jnp.stack(parts, axis=1)
+        unit = jnp.zeros_like(center[:, 0])
+        count = jnp.ones_like(unit) if valid is None else valid.astype(unit.dtype)
+        zeros = jnp.zeros_like(center)
+        return cls.merge(cls(count, center, unit, zeros, zeros))
+
+    @classmethod
+    def merge(cls, parts: "Moments") -> "Moments":
+        """Of all samples together, for moments stacked along a first axis. Chan, Golub
+        and LeVeque, The American Statistician 37, 1983; third moments likewise."""
+        count = parts.count[:, None]
+        total = jnp.sum(count)
+        pivot = parts.center[0]
+        weight = count / jnp.maximum(total, 1)
+        center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
+        shift = jnp.where(count > 0, parts.center - center, 0)
+        unit = jnp.maximum(jnp.max(jnp.abs(shift)), jnp.max(parts.unit))
+        safe = jnp.where(unit > 0, unit, 1)
+        ratio, shift = parts.unit[:, None] / safe, shift / safe
+        squares, cubes = parts.squares * ratio**2, parts.cubes * ratio**3
+        cubes = cubes + 3 * shift * squares + count * shift**3
+        squares = squares + count * shift**2
+        return cls(total, center, unit, jnp.sum(squares, axis=0), jnp.sum(cubes, axis=0))
+
+    @property
+    def mean(self) -> Inexact[Array, ""]:
+        if self.center.shape == (1,):
+            return self.center[0]
+        return jax.lax.complex(self.center[0], self.center[1])
+
+    @property
+    def skewness(self) -> Real[Array, ""]:
+        square = jnp.sum(self.squares)
+        cube = jnp.linalg.norm(self.cubes)
+        return jnp.sqrt(self.count) * cube / jnp.where(square > 0, square, 1) ** 1.5
 
     @property
     def independent_std_err(self) -> Real[Array, ""]:
         """The textbook standard error of the mean of independent samples, `s / sqrt(m)`
         with `ddof=1`; infinite for a single sample."""
-        if self.count == 1:
-            return jnp.full_like(self.spread, jnp.inf)
-        return self.spread / (self.count * (self.count - 1)) ** 0.5
+        spread = self.unit * jnp.sqrt(jnp.sum(self.squares))
+        freedom = jnp.where(self.count > 1, self.count * (self.count - 1), 1)
+        return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
 
     def std_err(self, covariance: Real[Array, ""] | float = 0.0) -> Real[Array, ""]:
         """The standard error of the mean that we report.

@@ -117,7 +117,8 @@ def check_key(key: Any) -> None:
 
 @eqx.filter_jit
 def _run(estimator, operator, k, key, execution) -> Solution:
-    with jax.named_scope(estimator.name), standard_promotion():
+    scope = jax.named_scope(estimator.name)
+    with scope, standard_promotion(), execution.factorising():
         if k >= operator.in_size():
             estimate = estimator.exact(operator, execution)
         else:
@@ -128,9 +129,8 @@ def _run(estimator, operator, k, key, execution) -> Solution:
     if estimate.rounding > 0:
         rounding = estimate.rounding * jnp.abs(jax.lax.stop_gradient(value))
         std_err = jnp.hypot(std_err, rounding)
-    finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(samples))
     result: Any = RESULTS.successful if estimate.result is None else estimate.result
-    unseen = ~finite & (result == RESULTS.successful)
+    unseen = ~jnp.isfinite(value) & (result == RESULTS.successful)
     result = RESULTS.where(unseen, RESULTS.nonfinite_product, result)
     stats = {
         "num_matvecs": estimate.num_matvecs,

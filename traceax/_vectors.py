@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
@@ -23,6 +24,22 @@ class _HermitianTag:
 
 
 hermitian_tag = _HermitianTag()
+
+
+class _Product(eqx.Module):
+    """A traced function of a flat vector. Arrays that it closes over are leaves."""
+
+    arrays: list[Array]
+    jaxpr: Jaxpr = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, mv: Callable[[Array], Array], size: int, dtype: DTypeLike) -> "_Product":
+        closed = jax.make_jaxpr(mv)(jax.ShapeDtypeStruct((size,), dtype))
+        return cls([jnp.asarray(x) for x in closed.consts], closed.jaxpr)
+
+    def __call__(self, vector: Array) -> Array:
+        (product,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.arrays))(vector)
+        return product
 
 
 class FlatOperator(eqx.Module):
@@ -131,8 +148,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
-    fn = eqx.filter_closure_convert(mv, jax.ShapeDtypeStruct((size,), dtype))
-    return FlatOperator(fn, size, dtype, precision)
+    return FlatOperator(_Product.of(mv, size, dtype), size, dtype, precision)
 
 
 def unflatten(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._exact import exact_trace
 from .._execution import AbstractExecution, full_precision, Local
-from .._gradient import attach, Frame
+from .._gradient import attach, attach_derivative, Frame
 from .._moments import Moments, sample_mean
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, RESULTS
@@ -89,10 +89,10 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
-        samples = execution.map(body, flat, jnp.arange(k))
-        moments = Moments.of(samples)
+        samples, parts = execution.map_reduce(body, Moments.of, flat, jnp.arange(k))
+        moments = Moments.merge(parts)
         return Estimate(
-            value=moments.mean,
+            value=attach_derivative(moments.mean, jnp.mean(samples)),
             std_err=moments.std_err(),
             samples=samples,
             num_matvecs=k,

@@ -5,29 +5,63 @@ developer documentation). So, on CPU, `vmap` of a factorisation is a loop over s
 calls; on other platforms it is the batched call. Factorisations are never differentiated.
 """
 
+import contextlib
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 import jax
+import jax.experimental.compute_on as _compute_on
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 
+_on_host = ContextVar("_on_host", default=False)
+_by_rows = ContextVar("_by_rows", default=False)
+# jax 0.10 has it under this name; from 0.12 on it is `compute_on`.
+_compute: Any = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
+
+
+@contextlib.contextmanager
+def factorising(*, on_host: bool, by_rows: bool) -> Iterator[None]:
+    """What is traced inside makes its factorisations on the host, or those of tall
+    matrices without communicating their rows. Either way the answers agree to rounding.
+    """
+    tokens = _on_host.set(on_host), _by_rows.set(by_rows)
+    try:
+        yield
+    finally:
+        _on_host.reset(tokens[0])
+        _by_rows.reset(tokens[1])
+
+
 def _door(factorise: Callable[[Array], tuple[Array, ...]]):
     one_at_a_time = jax.custom_batching.sequential_vmap(factorise)
+    memory = jax.memory.Space.Device
+    host = _compute(one_at_a_time, compute_type="device_host", out_memory_spaces=memory)
 
     @ft.wraps(factorise)
     def call(x):
+        if _on_host.get():
+            return host(x)
         return jax.lax.platform_dependent(x, cpu=one_at_a_time, default=factorise)
 
     return call
 
 
 @_door
-def qr(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n p"], Inexact[Array, "p m"]]:
-    """Householder QR, reduced: `Q` has orthonormal columns whatever the rank of `x`."""
+def _householder_qr(x: Array) -> tuple[Array, Array]:
     q, r = jnp.linalg.qr(x)
     return q, r
+
+
+def qr(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n p"], Inexact[Array, "p m"]]:
+    """Reduced QR, with `R` triangular or not. Whatever the rank of `x`, the columns of
+    `Q` are orthonormal, or by rows some of them zero."""
+    if not _by_rows.get():
+        return _householder_qr(x)
+    return _gram_qr(x)
 
 
 @_door
@@ -44,6 +78,23 @@ def svd(
     """Reduced singular value decomposition; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
+
+
+def _gram_qr(x: Array) -> tuple[Array, Array]:
+    """`x = Q R` from Gram matrices, of x and of what is left of it: directions below the
+    roundoff of one are above that of the next. Fukaya, Kannan, Nakatsukasa, Yamamoto and
+    Yanagisawa, SIAM J. Sci. Comput. 42, 2020, with eigenvalues for Cholesky factors, so
+    that a singular x is nothing special."""
+    q, scale = normalise(x)
+    r = scale * jnp.eye(x.shape[1], dtype=x.dtype)
+    for _ in range(4):
+        values, vectors = eigh(jnp.matmul(q.conj().T, q, precision="highest"))
+        floor = jnp.finfo(x.dtype).eps * values[-1]
+        root = jnp.sqrt(jnp.where(values > floor, values, floor))
+        inverse = jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)
+        q = jnp.matmul(q, vectors * inverse, precision="highest")
+        r = root[:, None] * jnp.matmul(vectors.conj().T, r, precision="highest")
+    return jnp.where(jnp.sum(jnp.abs(q) ** 2, axis=0) > 0.5, q, 0), r
 
 
 def thin_svd(

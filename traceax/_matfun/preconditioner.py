@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._execution import AbstractExecution, full_precision, Local
-from .._gradient import attach, attach_slope, Frame
+from .._gradient import attach, attach_derivative, Frame
 from .._kernel.dense import eigh, normalise, thin_svd
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
@@ -120,7 +120,8 @@ class Preconditioner(eqx.Module):
         direction = self.shift_direction[:, None]
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
         right = jnp.concatenate([self.basis, direction], axis=1)
-        value = attach_slope(value, self.shift, slope)
+        slope = jax.lax.stop_gradient(slope)
+        value = attach_derivative(value, slope * self.shift)
         frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
 
@@ -239,7 +240,7 @@ def nystrom_preconditioner(
     flat, rank = _prepare(operator, rank)
     probes = draw_for(flat, NormalSampler(), key, jnp.arange(rank))
     applied = full_precision(lambda x: execution.matmat(flat, x))
-    with standard_promotion(), applied as matmat:
+    with standard_promotion(), execution.factorising(), applied as matmat:
         basis, _, _ = orthonormalise(probes)
         return _assemble(flat, basis, matmat(basis), shift, operator)
 

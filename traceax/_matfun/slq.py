@@ -2,12 +2,13 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, Scalar
 
 from .._execution import AbstractExecution, Local
-from .._gradient import attach
-from .._moments import Moments, sample_mean
+from .._gradient import attach, attach_derivative
+from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, RESULTS
 from .._vectors import FlatOperator
@@ -132,15 +133,23 @@ class SLQEstimator(AbstractFunctionEstimator):
             value = attach(flat, found.value, frame, execution=Local())
             return value, (found.bracket, found.extremes, found.residual)
 
-        samples, rest = execution.map(body, operator, jnp.arange(k), width=num_steps)
-        brackets, extremes, residuals = rest
-        moments = Moments.of(samples)
+        def reduce(outs, valid):
+            samples, (brackets, extremes, _) = outs
+            ends = jax.vmap(Moments.of, in_axes=(1, None))(brackets, valid)
+            return Moments.of(samples, valid), ends, span(extremes)
+
+        (samples, rest), parts = execution.map_reduce(
+            body, reduce, operator, jnp.arange(k), width=num_steps
+        )
+        brackets, _, residuals = rest
+        moments, extremes = Moments.merge(parts[0]), parts[2]
         extra = {"gradient_residual": residuals, "ritz_values": span(extremes)}
         if function.bracketed:
-            bracket = jnp.stack([sample_mean(ends) for ends in brackets.T])
+            bracket = jax.vmap(Moments.merge, in_axes=1)(parts[1]).center[:, 0]
             extra |= {"sample_brackets": brackets, "bracket": bracket}
+        value = attach_derivative(moments.mean, jnp.mean(samples))
         return Estimate(
-            value=moments.mean,
+            value=value,
             std_err=moments.std_err(),
             samples=samples,
             num_matvecs=k * num_steps * (1 if hermitian else 2),

@@ -1,0 +1,94 @@
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.backend import backends
+from jax.sharding import AxisType, Mesh
+
+
+def devices(
+    backend: str | None = None,
+) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """Every device that JAX can see, of all processes.
+
+    **Arguments:**
+
+    - `backend`: a platform, such as `"cpu"`, `"gpu"`, `"cuda"` or `"tpu"`. `None` takes
+        all: those of the default backend first, and each device once. (`jax.devices()`
+        has the default backend's only.)
+
+    **Returns:**
+
+    A list of `jax.Device`. A backend that is installed and does not start is left out;
+    the list is empty if JAX refuses to start any.
+
+    **Raises:**
+
+    `ValueError` if there is no such backend, or it does not start.
+    """
+    if backend is not None:
+        try:
+            return jax.devices(backend)
+        except RuntimeError as error:
+            raise ValueError(
+                f"`backend` {backend!r} has no devices here. Found "
+                f"{sorted({each.platform for each in devices()})}. JAX says: {error}"
+            ) from error
+    found = []
+    with contextlib.suppress(RuntimeError):
+        for platform in (None, *backends()):
+            found += [each for each in jax.devices(platform) if each not in found]
+    return found
+
+
+def default_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
+    """The device that `jax.default_device` sets, where new arrays go and computations
+    without other arguments run; `None` where JAX leaves it unspecified, and takes the
+    first local device of the default backend."""
+    device = jax.config.jax_default_device  # pyright: ignore
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes") -> Mesh:
+    """A mesh with one axis, for [`traceax.Sharded`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.MatrixLinearOperator(jnp.ones((500, 500)) + jnp.eye(500))
+        execution = tx.Sharded(tx.probe_mesh())
+        solution = tx.trace(operator, k=64, key=jax.random.key(0), execution=execution)
+        ```
+
+    **Arguments:**
+
+    - `devices`: a list of devices, or a platform for all of its devices; `None` takes
+        those of the default backend, of all processes.
+    - `axis`: the name of the axis.
+
+    **Returns:**
+
+    A `jax.sharding.Mesh` whose axis is of the type Auto.
+
+    **Raises:**
+
+    `ValueError` if there are no such devices.
+    """
+    if devices is None or isinstance(devices, str):
+        try:
+            devices = jax.devices(devices)
+        except RuntimeError as error:
+            raise ValueError(
+                f"`devices` {devices!r} is not a platform that starts here. JAX says: "
+                f"{error}"
+            ) from error
+    if len(devices) == 0:
+        raise ValueError("`devices` must have at least one device. Found none.")
+    return Mesh(np.asarray(devices), (axis,), (AxisType.Auto,))

@@ -1,0 +1,182 @@
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ._execution import AbstractExecution, Local
+from ._kernel.dense import factorising
+from ._vectors import FlatOperator
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    """The mesh with Auto axes: we trace products without shardings in their types."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`. Found {mesh!r}. Make one by "
+            "`traceax.probe_mesh()` or `jax.make_mesh((8,), ('probes',))`."
+        )
+    return Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * mesh.devices.ndim)
+
+
+class Sharded(AbstractExecution):
+    """Run on a mesh of devices, each with its own share of the probes.
+
+    Each device applies the operator to `ceil(k / d)` probes, d the size of the axis, in
+    blocks as [`traceax.Local`][] does. The operator's arrays are on every device, unless
+    they are sharded over other axes of the mesh, and then they stay so. Answers do not
+    depend on the mesh, beyond rounding: probe `i` is always drawn from
+    `jax.random.fold_in(key, i)`.
+
+    - Estimators with independent samples (Hutchinson, SLQ) communicate once for a value,
+        a few numbers from each device, and once for each array of the operator for a
+        derivative. `stats` with an entry for each probe stay sharded over the probes; if
+        d does not divide k they are gathered.
+    - Sketch estimators (Hutch++, XTrace, ...) gather their products, `n m` numbers a
+        pass, and each device does the rest of the work.
+
+    **Attributes:**
+
+    - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes
+        are taken as Auto ones.
+    - `axis`: the name of the mesh axis over which probes are split.
+    - `block_size`: probe vectors per block and device, as for [`traceax.Local`][].
+    - `rows`: the name of another axis, over which vectors of length n are split, where
+        they are too large for one device. Tall matrices are then factorised from their
+        Gram matrices, so that only small ones are communicated.
+    - `host_factorisations`: as for [`traceax.Local`][].
+    """
+
+    mesh: Mesh = eqx.field(static=True, converter=_auto)
+    axis: str = eqx.field(static=True, default="probes")
+    block_size: int | None = eqx.field(static=True, default=None)
+    rows: str | None = eqx.field(static=True, default=None)
+    host_factorisations: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        names = self.mesh.axis_names
+        for name, value in (("axis", self.axis), ("rows", self.rows)):
+            if value not in (names if name == "axis" else (*names, None)):
+                raise ValueError(
+                    f"`{name}` must name an axis of `mesh`. Found {value!r}, and a mesh "
+                    f"with the axes {names}."
+                )
+        if self.rows == self.axis:
+            raise ValueError(
+                f"`rows` must be another axis than `axis`. Found {self.rows!r} for both."
+            )
+        Local(self.block_size)
+
+    def map_reduce(self, fn, reduce, operator, xs, width=1):
+        count = jax.tree.leaves(xs)[0].shape[0]
+        devices = self.mesh.shape[self.axis]
+        padded = -(-count // devices) * devices
+        last = jnp.minimum(jnp.arange(padded), count - 1)
+        xs = self._gather(xs)
+        if padded > count:
+            xs = jax.tree.map(lambda x: x[last], xs)
+        if self.rows is not None:
+            operator = dataclasses.replace(operator, fn=_ByRows(operator.fn, self.rows))
+        arrays, static = eqx.partition(operator, eqx.is_array)
+        typed = self._is_typed(operator)
+        local = Local(self.block_size)
+
+        def share(arrays, xs, valid, row):
+            if typed:
+                # Once and here, or a derivative sums over devices wherever they are used.
+                arrays = jax.lax.pcast(arrays, self.axis, to="varying")
+            outs = local.map(fn, eqx.combine(arrays, static), xs, width)
+            part, unravel = ravel_pytree(reduce(jax.lax.stop_gradient(outs), valid))
+            table = jnp.zeros_like(part, shape=(devices, part.size)).at[row].set(part)
+            return outs, jax.vmap(unravel)(jax.lax.psum(table, self.axis))
+
+        split = PartitionSpec(self.axis)
+        outs, parts = jax.shard_map(
+            share,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), split, split, split),
+            out_specs=(split, PartitionSpec()),
+            axis_names={self.axis},
+            check_vma=typed,
+        )(arrays, xs, jnp.arange(padded) < count, jnp.arange(devices))
+        if padded > count:
+            outs = jax.tree.map(lambda x: x[:count], outs)
+        return outs, parts
+
+    def map(self, fn, operator, xs, width=1):
+        return self._gather(super().map(fn, operator, xs, width))
+
+    def factorising(self):
+        by_rows = self.rows is not None
+        return factorising(on_host=self.host_factorisations, by_rows=by_rows)
+
+    def _gather(self, xs: PyTree[Array]) -> PyTree[Array]:
+        """Results of all probes on each device, where vectors are whole or, axis 1, split
+        by rows. Without it the compiler spreads later work in ways of its own."""
+        whole, by_rows = PartitionSpec(), PartitionSpec(None, self.rows)
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(
+                x, NamedSharding(self.mesh, by_rows if x.ndim == 2 else whole)
+            ),
+            xs,
+        )
+
+    def _is_typed(self, operator: FlatOperator) -> bool:
+        """Whether JAX can check that what differs between devices is declared so.
+
+        It cannot in a product whose jaxpr, traced outside, has a loop or mixes vectors
+        with constants: such a product is right all the same, and is left unchecked.
+        """
+        arrays, static = eqx.partition(operator, eqx.is_array)
+
+        def product(arrays, vectors):
+            arrays = jax.lax.pcast(arrays, self.axis, to="varying")
+            operator = eqx.combine(arrays, static)
+            return jax.vmap(operator.adjoint_mv)(jax.vmap(operator.mv)(vectors))
+
+        split = PartitionSpec(self.axis)
+        program = jax.shard_map(
+            product,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), split),
+            out_specs=split,
+            axis_names={self.axis},
+        )
+        shape = (self.mesh.shape[self.axis], operator.size)
+        try:
+            jax.eval_shape(program, arrays, jax.ShapeDtypeStruct(shape, operator.dtype))
+        except Exception:  # What matters of it is raised again by the unchecked program.
+            return False
+        return True
+
+
+Sharded.__init__.__doc__ = """**Arguments:**
+
+- `mesh`: for example `traceax.probe_mesh()`.
+- `axis`: default is `"probes"`.
+- `block_size`: default is `None`.
+- `rows`: default is `None`: vectors are whole on each device.
+- `host_factorisations`: default is `False`.
+
+**Raises:**
+
+- `TypeError`: `mesh` is not a mesh.
+- `ValueError`: `axis` or `rows` is not an axis of it, or both are the same;
+    `block_size` is not positive.
+"""
+
+
+class _ByRows(eqx.Module):
+    """A product whose vectors are split over a mesh axis."""
+
+    fn: Callable[[Array], Array]
+    axis: str = eqx.field(static=True)
+
+    def __call__(self, vector: Array) -> Array:
+        split = NamedSharding(get_abstract_mesh(), PartitionSpec(self.axis))
+        vector = jax.lax.with_sharding_constraint(vector, split)
+        return jax.lax.with_sharding_constraint(self.fn(vector), split)
