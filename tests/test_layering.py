@@ -15,18 +15,19 @@ FILES = {
 # From low to high; modules of one line do not import each other. Of the patterns that
 # fit a module, the first line counts. `x.__init__` are there to hold a docstring.
 LEVELS = [
-    "_solution _moments _vectors _devices *.__init__",
+    "_solution _moments _vectors _devices _adaptive *.__init__",
     "_kernel.dense",
     "_kernel.lanczos",
     "_sampler _kernel.* _operator.* _matfun.functions",
     "_execution",
-    "_gradient _sharded",
+    "_gradient _sharded _iterate",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.exact",
     "_estimator.base _matfun.base",
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto",
     "_trace _trace_of_function _logdet",
+    "_dynamic",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

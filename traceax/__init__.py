@@ -2,16 +2,19 @@
 
 from importlib.metadata import version as _version
 
+from ._adaptive import Adaptive as Adaptive
 from ._devices import (
     default_device as default_device,
     devices as devices,
     probe_mesh as probe_mesh,
 )
+from ._dynamic import DynamicState as DynamicState, DynamicTrace as DynamicTrace
 from ._estimator.auto import (
     AutoTraceEstimator as AutoTraceEstimator,
     select_trace_estimator as select_trace_estimator,
 )
 from ._estimator.base import (
+    AbstractGrowingEstimator as AbstractGrowingEstimator,
     AbstractSketchEstimator as AbstractSketchEstimator,
     AbstractStreamingEstimator as AbstractStreamingEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,

@@ -121,7 +121,7 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
     left, right = frame.left(operator), frame.right
 
     def contract(operator):
-        terms = execution.map(_form, operator, (left.T, right.T))
+        terms = execution.map(form, operator, (left.T, right.T))
         total = jnp.sum(terms)
         return total if jnp.iscomplexobj(value) else total.real
 
@@ -148,6 +148,6 @@ def _attach_derivative_rule(primals, tangents) -> Any:
 
 
 @eqx.filter_checkpoint
-def _form(operator: FlatOperator, columns: tuple[Array, Array]) -> Array:
+def form(operator: FlatOperator, columns: tuple[Array, Array]) -> Array:
     left, right = columns
     return jnp.vdot(left, operator.mv(right), precision="highest")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
+from ._adaptive import Adaptive
 from ._execution import AbstractExecution, Local
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.exact import exact_log_abs_det, exact_trace_of_function
@@ -60,9 +61,13 @@ class _LogDet(AbstractFunctionTask):
             bound = bound / outer.largest
         estimator = dataclasses.replace(self.estimator, lower_bound=bound)
         inside = outer.apply_to(flat)
+        if isinstance(k, Adaptive):
+            settings["k"] = dataclasses.replace(k, offset=outer.logdet)
         estimate = estimator.run(inside, Log(), self.gradient, **settings)
-        probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(k))
-        value = outer.control(flat, estimate.value, probes, execution)
+        value = estimate.value
+        if not isinstance(k, Adaptive):
+            probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(k))
+            value = outer.control(flat, value, probes, execution)
         shifted = {
             name: estimate.extra[name] + outer.logdet
             for name in ("bracket", "sample_brackets")
@@ -109,7 +114,7 @@ def logdet(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int,
+    k: int | Adaptive,
     num_steps: int,
     key: PRNGKeyArray | None = None,
     preconditioner: Preconditioner | None = None,
@@ -154,7 +159,8 @@ def logdet(
     - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
         PyTrees, of any floating dtype.
     - `estimator`: default: [`traceax.SLQEstimator`][].
-    - `k`: the number of probes, a Python integer.
+    - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
+        it takes to reach a tolerance (of `std_err`; the bracket depends on `num_steps`).
     - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
         count as n.
     - `key`: a JAX PRNG key. Not needed where nothing is random.

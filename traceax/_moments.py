@@ -27,11 +27,13 @@ class Moments(eqx.Module):
     def of(
         cls, samples: Inexact[Array, " m"], valid: Bool[Array, " m"] | None = None
     ) -> "Moments":
-        """Of the samples that are `valid`; the others may be anything finite."""
+        """Of the samples that are `valid`; the others may be anything."""
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
         center = jnp.stack(parts, axis=1)
+        if valid is not None:
+            center = jnp.where(valid[:, None], center, 0)
         unit = jnp.zeros_like(center[:, 0])
         count = jnp.ones_like(unit) if valid is None else valid.astype(unit.dtype)
         zeros = jnp.zeros_like(center)
@@ -43,7 +45,7 @@ class Moments(eqx.Module):
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
         count = parts.count[:, None]
         total = jnp.sum(count)
-        pivot = parts.center[0]
+        pivot = parts.center[jnp.argmax(parts.count > 0)]
         weight = count / jnp.maximum(total, 1)
         center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
         shift = jnp.where(count > 0, parts.center - center, 0)

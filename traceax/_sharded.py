@@ -23,6 +23,18 @@ def _auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * mesh.devices.ndim)
 
 
+def _check_auto(operator: FlatOperator) -> None:
+    arrays = jax.tree.leaves(eqx.filter(operator, eqx.is_array))
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    if any(mesh.explicit_axes for mesh in (*meshes, get_abstract_mesh())):
+        raise ValueError(
+            "`traceax.Sharded` needs meshes with Auto axes. Found Explicit ones, in "
+            "`jax.set_mesh` or in an array of `operator`. Make the mesh as "
+            "`jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * "
+            "len(names))`."
+        )
+
+
 class Sharded(AbstractExecution):
     """Run on a mesh of devices, each with its own share of the probes.
 
@@ -42,7 +54,7 @@ class Sharded(AbstractExecution):
     **Attributes:**
 
     - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes
-        are taken as Auto ones.
+        are taken as Auto ones; arrays placed on a mesh with Explicit axes are refused.
     - `axis`: the name of the mesh axis over which probes are split.
     - `block_size`: probe vectors per block and device, as for [`traceax.Local`][].
     - `rows`: the name of another axis, over which vectors of length n are split, where
@@ -72,6 +84,7 @@ class Sharded(AbstractExecution):
         Local(self.block_size)
 
     def map_reduce(self, fn, reduce, operator, xs, width=1):
+        _check_auto(operator)
         count = jax.tree.leaves(xs)[0].shape[0]
         devices = self.mesh.shape[self.axis]
         padded = -(-count // devices) * devices

@@ -3,7 +3,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Inexact, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
 
 _nonfinite_msg = """
@@ -77,6 +77,21 @@ Likely causes:
 """.strip()
 
 
+_max_matvecs_reached_msg = """
+The budget ended before the error bar was as small as asked.
+
+Likely remedies:
+
+(a) raise `max_k`: the error of most estimators falls as one over the square root of the
+    number of samples. `solution.state` saves what has been spent already; or
+
+(b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
+    a log-determinant a preconditioner; or
+
+(c) loosen the tolerance: `throw=False` returns what there is.
+""".strip()
+
+
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """How a call ended. The members of `lineax.RESULTS`, and:
 
@@ -85,6 +100,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
         negative or zero.
     - `zero_determinant`: of a structured or of a general square operator.
+    - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
     `RESULTS[solution.result]` is the message.
@@ -95,6 +111,15 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_positive_definite = _not_positive_definite_msg
     outside_domain = _outside_domain_msg
     zero_determinant = _zero_determinant_msg
+    max_matvecs_reached = _max_matvecs_reached_msg
+
+
+def first_failure(*results: Any) -> Any:
+    """The first that is neither None nor successful."""
+    first, *others = [result for result in results if result is not None]
+    for other in others:
+        first = RESULTS.where(first == RESULTS.successful, other, first)
+    return first
 
 
 def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
@@ -109,19 +134,21 @@ class Estimate(eqx.Module):
     - `value`: the estimate. The only field that carries derivatives.
     - `std_err`: its standard error.
     - `samples`: the per-sample estimates, of which `value` is the mean.
-    - `num_matvecs`: products with the operator, a Python integer.
+    - `num_matvecs`: products with the operator.
     - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
+    - `state`: of the loop, if there is one.
     """
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
     samples: Inexact[Array, " m"]
-    num_matvecs: int = eqx.field(static=True)
+    num_matvecs: Int[Array, ""] | int
     rounding: float = eqx.field(static=True)
     result: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
+    state: PyTree[Array] = None
 
 
 class Solution(eqx.Module):
@@ -139,7 +166,8 @@ class Solution(eqx.Module):
         the per-sample estimates, shape `(m,)`, whose mean is `value`; `"std.err"`: the
         standard error again, under the name that traceax 1.0 gave it. Estimators may
         add entries of their own and document them.
-    - `state`: `None` for a run with a fixed budget.
+    - `state`: with an adaptive budget, what a further call goes on from; `None` for a
+        fixed one.
 
     Only `value` carries derivatives; those of the other fields are zero.
     """

@@ -8,6 +8,7 @@ import lineax as lx
 from jax.core import Tracer
 from jaxtyping import PRNGKeyArray
 
+from ._adaptive import Adaptive, largest_budget
 from ._execution import AbstractExecution
 from ._solution import Estimate, RESULTS, Solution
 from ._vectors import check_square, dtypes, hermitian_tag, standard_promotion
@@ -29,7 +30,7 @@ class _Runnable(Protocol):
     def run(
         self,
         operator: lx.AbstractLinearOperator,
-        k: int,
+        k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate: ...
@@ -86,7 +87,7 @@ def check_positive(name: str, value: Any) -> int:
             f"`{name}` must be a Python integer, because array shapes depend on it. "
             f"Found a traced value, {value}. Mark it static: `jax.jit(f, "
             f"static_argnames='{name}')`, or use `equinox.filter_jit`, which does so for "
-            "Python integers."
+            "Python integers. If the budget depends on the data, use `traceax.Adaptive`."
         )
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
@@ -119,7 +120,12 @@ def check_key(key: Any) -> None:
 def _run(estimator, operator, k, key, execution) -> Solution:
     scope = jax.named_scope(estimator.name)
     with scope, standard_promotion(), execution.factorising():
-        if k >= operator.in_size():
+        size = operator.in_size()
+        if isinstance(k, Adaptive):
+            exact, k = k.round_size >= size, k.at_most(size)
+        else:
+            exact = k >= size
+        if exact:
             estimate = estimator.exact(operator, execution)
         else:
             estimate = estimator.run(operator, k, key, execution)
@@ -137,14 +143,14 @@ def _run(estimator, operator, k, key, execution) -> Solution:
         "samples": samples,
         "std.err": std_err,
     }
-    return Solution(value, std_err, result, stats | extra, state=None)
+    return Solution(value, std_err, result, stats | extra, estimate.state)
 
 
 def solve(
     estimator: _Runnable,
     operator: lx.AbstractLinearOperator,
     *,
-    k: int,
+    k: int | Adaptive,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
     throw: bool,
@@ -154,12 +160,15 @@ def solve(
     A budget of n products or more is spent on the exact trace, whatever the estimator.
     """
     check_operator(operator)
-    k = check_positive("k", k)
     check_key(key)
-    if k < min(estimator.min_matvecs, operator.in_size()):
+    if not isinstance(k, Adaptive):
+        k = check_positive("k", k)
+    budget = largest_budget(k)
+    if budget < min(estimator.min_matvecs, operator.in_size()):
         raise ValueError(
-            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found k={k}. "
-            f"Raise `k`, or use `traceax.{estimator.fallback}`, which needs 1."
+            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found "
+            f"k={budget}. Raise `k`, or use `traceax.{estimator.fallback}`, which needs "
+            "1."
         )
     solution = _run(estimator, operator, k, key, execution)
     return _raise_if_failed(solution) if throw else solution
@@ -167,8 +176,16 @@ def solve(
 
 def _raise_if_failed(solution: Solution) -> Solution:
     failed = solution.result != RESULTS.successful
-    ritz_values = solution.stats.get("ritz_values")
-    if ritz_values is None or isinstance(failed, Tracer) or not failed:
+    if isinstance(failed, Tracer) or not failed:
         return solution.result.error_if(solution, failed)
-    found = f"Found Ritz values from {ritz_values[0]} to {ritz_values[1]}."
+    if solution.result == RESULTS.max_matvecs_reached:
+        found = (
+            f"Reached {solution.value} with a standard error of {solution.std_err} after "
+            f"{solution.stats['num_matvecs']} products."
+        )
+    elif "ritz_values" in solution.stats:
+        smallest, largest = solution.stats["ritz_values"]
+        found = f"Found Ritz values from {smallest} to {largest}."
+    else:
+        return solution.result.error_if(solution, failed)
     return eqx.error_if(solution, failed, f"{RESULTS[solution.result]}\n\n{found}")

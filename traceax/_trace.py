@@ -1,6 +1,7 @@
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
+from ._adaptive import Adaptive
 from ._estimator.auto import AutoTraceEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
@@ -12,7 +13,7 @@ def trace(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractTraceEstimator = AutoTraceEstimator(),
     *,
-    k: int,
+    k: int | Adaptive,
     key: PRNGKeyArray | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -43,7 +44,8 @@ def trace(
         PyTrees, of any floating dtype.
     - `estimator`: which estimator to use. Default: [`traceax.AutoTraceEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
-        `jax.jit`). Never exceeded. With `k >= n` the answer is exact.
+        `jax.jit`), which is never exceeded. With `k >= n` the answer is exact. Or
+        [`traceax.Adaptive`][]: as many as it takes to reach a tolerance.
     - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`. Not
         needed where nothing is random.
     - `execution`: where and how many at a time products are made. Default:

@@ -5,6 +5,7 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
+from ._adaptive import Adaptive
 from ._execution import AbstractExecution, Local
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.exact import exact_trace_of_function
@@ -45,7 +46,7 @@ def trace_of_function(
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int,
+    k: int | Adaptive,
     num_steps: int,
     key: PRNGKeyArray | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
@@ -81,7 +82,8 @@ def trace_of_function(
         number, differentiable by JAX.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
-        n products and a dense eigendecomposition.
+        n products and a dense eigendecomposition. Or [`traceax.Adaptive`][]: as many as
+        it takes to reach a tolerance.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
         n count as n.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].

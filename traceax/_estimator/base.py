@@ -1,21 +1,23 @@
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree, Real
 
+from .._adaptive import Adaptive
 from .._exact import exact_trace
 from .._execution import AbstractExecution, full_precision, Local
-from .._gradient import attach, attach_derivative, Frame
-from .._moments import Moments, sample_mean
+from .._gradient import attach, attach_derivative, form, Frame
+from .._iterate import Ended, iterate, Look, stream, sum_over_rounds
+from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for
-from .._solution import Estimate, failure, RESULTS
+from .._solution import Estimate, failure, first_failure, RESULTS
 from .._solve import solve
-from .._vectors import flatten
+from .._vectors import FlatOperator, flatten
 
 
 class AbstractTraceEstimator(eqx.Module):
@@ -42,11 +44,12 @@ class AbstractTraceEstimator(eqx.Module):
     def run(
         self,
         operator: lx.AbstractLinearOperator,
-        k: int,
+        k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """Estimate the trace with at most `k` products; `k` is valid and below n."""
+        """Estimate the trace with at most `k` products; `k` is valid and, if it is a
+        number, below n."""
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -85,18 +88,27 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self.sample(flat.mv, probe)
+            return self.sample(flat.mv, probe), ()
+
+        def reduce(outs, valid):
+            return (Moments.of(outs[0], valid),)
+
+        def merge(parts):
+            return (Moments.merge(parts[0]),)
 
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
-        samples, parts = execution.map_reduce(body, Moments.of, flat, jnp.arange(k))
-        moments = Moments.merge(parts)
+        found = stream(body, reduce, merge, flat, k, execution)
+        (moments,) = found.summary
         return Estimate(
-            value=attach_derivative(moments.mean, jnp.mean(samples)),
+            value=attach_derivative(moments.mean, found.mean),
             std_err=moments.std_err(),
-            samples=samples,
-            num_matvecs=k,
+            samples=found.samples,
+            num_matvecs=found.count,
             rounding=flat.rounding,
+            result=found.ended.result,
+            extra=found.ended.extra,
+            state=found.ended.state,
         )
 
 
@@ -112,15 +124,17 @@ class Sketch(eqx.Module):
     - `num_matvecs`: columns that the operator was applied to.
     - `scale`: what `samples`, `std_err` and `extra` are still to be multiplied by.
     - `semidefinite`: False if the operator was seen not to be positive semidefinite.
+    - `valid`: which samples count; `None` for all.
     - `extra`: entries for `Solution.stats`.
     """
 
     samples: Inexact[Array, " m"]
     std_err: Real[Array, ""]
     frame: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]
-    num_matvecs: int = eqx.field(static=True)
+    num_matvecs: Int[Array, ""] | int
     scale: Real[Array, ""] | float = 1.0
     semidefinite: Bool[Array, ""] | bool = True
+    valid: Bool[Array, " m"] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
@@ -156,21 +170,108 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         sign = -1 if negative else 1
         flat = flatten(-operator if negative else operator)
 
-        probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
         with full_precision(lambda x: execution.matmat(flat.frozen, x)) as matmat:
-            sketch = self.sketch(matmat, probes, k, flat.eps)
-            value = sketch.scale * sample_mean(sketch.samples)
-        value = value.astype(flat.dtype)
-        value = attach(flat, value, Frame(*sketch.frame), execution=execution)
+            if isinstance(k, Adaptive):
+                sketch, ended = self._in_rounds(matmat, flat, k, key)
+            else:
+                probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
+                sketch, ended = self.sketch(matmat, probes, k, flat.eps), Ended()
+            moments = Moments.of(sketch.samples, sketch.valid)
+            value = (sketch.scale * moments.mean).astype(flat.dtype)
+        if isinstance(k, Adaptive):
+            shape = (k.num_rounds, -1, flat.size)
+            columns = tuple(x.T.reshape(shape) for x in sketch.frame)
+            total = sum_over_rounds(form, flat, columns, ended.rounds, execution)
+            value = attach_derivative(value, total.astype(value.dtype))
+        else:
+            value = attach(flat, value, Frame(*sketch.frame), execution=execution)
+        not_semidefinite = ~jnp.asarray(sketch.semidefinite)
         return Estimate(
             value=sign * value,
             std_err=sketch.scale * sketch.std_err,
             samples=sign * sketch.scale * sketch.samples,
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
-            result=failure(~jnp.asarray(sketch.semidefinite), RESULTS.not_semidefinite),
-            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra),
+            result=first_failure(
+                failure(not_semidefinite, RESULTS.not_semidefinite), ended.result
+            ),
+            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | ended.extra,
+            state=ended.state,
         )
+
+    def _in_rounds(
+        self,
+        matmat: Callable[[Array], Array],
+        flat: FlatOperator,
+        k: Adaptive,
+        key: PRNGKeyArray | None,
+    ) -> tuple[Sketch, Ended]:
+        if not isinstance(self, AbstractGrowingEstimator):
+            raise ValueError(
+                f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
+                "Pass an integer, or use `traceax.XTraceEstimator`."
+            )
+        size = self.probes_in_round(k.round_size)
+
+        def step(state, rounds):
+            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
+            return self.grow(matmat, probes, state, rounds, flat.eps, k)
+
+        def look(state, rounds):
+            sketch = self.assess(state, rounds, flat.eps, k)
+            moments = Moments.of(sketch.samples, sketch.valid)
+            scale = sketch.scale
+            return Look(scale * moments.mean, scale * sketch.std_err, moments.count)
+
+        fresh = self.start(flat.size, flat.dtype, k)
+        ended = iterate(k, step, look, fresh)
+        return self.assess(ended.state[1], ended.rounds, flat.eps, k), ended
+
+
+class AbstractGrowingEstimator(AbstractSketchEstimator):
+    """A sketch estimator that can also add probes in rounds, in buffers for the largest
+    budget, until [`traceax.Adaptive`][] has enough."""
+
+    @abc.abstractmethod
+    def probes_in_round(self, k: int) -> int:
+        """How many probes to draw for a round of `k` products."""
+
+    @abc.abstractmethod
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
+        """The state without a probe."""
+
+    @abc.abstractmethod
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: PyTree[Array],
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> PyTree[Array]:
+        """The state with one more round, from at most `round_size` products."""
+
+    @abc.abstractmethod
+    def assess(
+        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
+        """What `sketch` makes of the probes so far, without products. The columns of the
+        frame are in the order of the rounds (`by_round`)."""
+
+
+def by_round(
+    left: Sequence[Inexact[Array, "n _"]],
+    right: Sequence[Inexact[Array, "n _"]],
+    num_rounds: int,
+) -> tuple[Array, Array]:
+    """A frame in the order of the rounds, from arrays that each have that order."""
+
+    def join(parts):
+        blocks = [part.reshape(len(part), num_rounds, -1) for part in parts]
+        return jnp.concatenate(blocks, axis=2).reshape(len(parts[0]), -1)
+
+    return join(left), join(right)
 
 
 def _is_negative(operator: lx.AbstractLinearOperator, name: str) -> bool:

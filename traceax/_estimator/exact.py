@@ -1,5 +1,6 @@
 from typing import ClassVar
 
+from .._adaptive import largest_budget
 from .._exact import exact_trace
 from .._operator.diagonal import diagonal_cost
 from .base import AbstractTraceEstimator
@@ -23,11 +24,12 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     min_matvecs: ClassVar[int] = 1
 
     def run(self, operator, k, key, execution):
-        cost = diagonal_cost(operator)
-        if cost > k:
+        cost, budget = diagonal_cost(operator), largest_budget(k)
+        if cost > budget:
             raise ValueError(
                 f"`ExactTraceEstimator` needs k={cost} matrix-vector products for this "
-                f"operator. Found k={k}. Raise `k`, or use `traceax.AutoTraceEstimator`."
+                f"operator. Found k={budget}. Raise `k`, or use "
+                "`traceax.AutoTraceEstimator`."
             )
         return exact_trace(operator, execution)
 

@@ -1,14 +1,19 @@
+import dataclasses
 from typing import ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._kernel.dense import qr
+from .._kernel.growth import extend, put, put_rows, remove
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .base import AbstractSketchEstimator, Sketch
+from .base import AbstractGrowingEstimator, by_round, Sketch
 
 
-class HutchPlusPlusEstimator(AbstractSketchEstimator):
+class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     r"""Hutch++: the trace of $A$ on a sketched range exactly, the rest by Hutchinson.
 
     With $Q$ an orthonormal basis of $A \Omega$ for $m = \lfloor k/3 \rfloor$ probes and
@@ -53,6 +58,94 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         left = jnp.concatenate([basis, rest / g], axis=1)
         std_err = Moments.of(samples).std_err()
         return Sketch(samples, std_err, (left, directions), num_matvecs=k)
+
+    def probes_in_round(self, k):
+        return k // 2 * 2
+
+    def start(self, n, dtype, k):
+        size = self.probes_in_round(k.round_size)
+        real = jnp.finfo(dtype).dtype
+        m = k.num_rounds * size
+        return _State(
+            basis=jnp.zeros((n, m // 2), dtype),
+            rest=jnp.zeros((n, m), dtype),
+            forms=jnp.zeros(m, dtype),
+            trace=jnp.zeros((), dtype),
+            size=jnp.zeros((), real),
+            pilot=jnp.zeros((), dtype),
+            blocks=jnp.zeros((), jnp.int32),
+            deflating=jnp.ones((), bool),
+        )
+
+    def grow(self, matmat, probes, state, rounds, eps, k):
+        b = probes.shape[1] // 2
+
+        def deflate(state):
+            chosen = probes[:, :b]
+            products = matmat(chosen)
+            size = jnp.maximum(state.size, jnp.linalg.norm(products))
+            block = extend(state.basis, products, state.blocks, eps, size).block
+            images = matmat(block)
+            basis = put(state.basis, block, state.blocks)
+            _, inside = remove(basis, images, state.blocks + 1, b)
+            # How much ||(I - QQ*) A (I - QQ*)||_F^2 falls by this block, for Hermitian A.
+            own = jnp.sum(jnp.abs(block.conj().T @ images) ** 2)
+            gain = 2 * jnp.sum(jnp.abs(images) ** 2) + own
+            gain = gain - 2 * jnp.sum(jnp.abs(inside) ** 2)
+            pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
+            value = pilot / (state.blocks + 1)
+            # As many probes less, at a variance of twice that norm, against its products.
+            saved = 2 * gain * (k.quantile() / k.tolerance(value)) ** 2
+            room = (state.blocks + 1) * 2 < k.num_rounds
+            return dataclasses.replace(
+                state,
+                basis=basis,
+                trace=state.trace + jnp.sum(block.conj() * images),
+                size=size,
+                pilot=pilot,
+                blocks=state.blocks + 1,
+                deflating=(saved > 2 * b) & room,
+            )
+
+        def sample(state):
+            rest, _ = remove(state.basis, probes, state.blocks, b)
+            forms = jnp.sum(rest.conj() * matmat(rest), axis=0)
+            return dataclasses.replace(
+                state,
+                rest=put(state.rest, rest, rounds),
+                forms=put_rows(state.forms[:, None], forms[:, None], rounds)[:, 0],
+            )
+
+        return jax.lax.cond(state.deflating, deflate, sample, state)
+
+    def assess(self, state, rounds, eps, k):
+        size = self.probes_in_round(k.round_size)
+        index = jnp.arange(state.forms.shape[0])
+        valid = (index >= state.blocks * size) & (index < rounds * size)
+        samples = state.trace + state.forms
+        count = jnp.maximum(jnp.sum(valid), 1)
+        left, right = (state.basis, state.rest / count), (state.basis, state.rest)
+        return Sketch(
+            jnp.where(valid, samples, jnp.nan),
+            Moments.of(samples, valid).std_err(),
+            by_round(left, right, k.num_rounds),
+            num_matvecs=rounds * size,
+            valid=valid,
+        )
+
+
+class _State(eqx.Module):
+    """`blocks` blocks of an orthonormal basis Q, and after them in order of the rounds
+    projected probes and their forms. `trace` is tr(Q* A Q)."""
+
+    basis: Inexact[Array, "n p"]
+    rest: Inexact[Array, "n m"]
+    forms: Inexact[Array, " m"]
+    trace: Inexact[Array, ""]
+    size: Real[Array, ""]  # of the products, for the rank
+    pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimate from each
+    blocks: Int[Array, ""]
+    deflating: Bool[Array, ""]
 
 
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

@@ -1,20 +1,24 @@
 from typing import ClassVar
 
+import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
 
-from .._kernel.dense import normalise, thin_svd
+from .._kernel.dense import normalise, svd, thin_svd
+from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
+    LeaveOneOut,
     Pairs,
     standard_errors,
 )
-from .._kernel.nystrom import nystrom, orthonormalise
+from .._kernel.nystrom import nystrom, orthonormalise, whiten
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .base import AbstractSketchEstimator, Sketch
+from .base import AbstractGrowingEstimator, by_round, Sketch
 
 
-class XNysTraceEstimator(AbstractSketchEstimator):
+class XNysTraceEstimator(AbstractGrowingEstimator):
     r"""XNysTrace: Nystrom++ with every probe used for both of its parts.
 
     From all `k` probes, a Nystrom approximation $\hat A$. Sample $i$ is
@@ -62,19 +66,102 @@ class XNysTraceEstimator(AbstractSketchEstimator):
         # basis of them, which spans the same approximation and is better conditioned.
         basis, s, vh = orthonormalise(probes)
         loo = leave_one_out(s, vh)
-        essential = loo.essential.astype(int)
         products, scale = normalise(matmat(basis))
         approximation = nystrom(basis, products, eps)
-
-        # In the coordinates of B, leaving probe i out projects off the unit vector p_i,
-        # and outside the other probes' span A - A_i is the number 1 / weight_i.
+        gram = approximation.factor.conj().T @ approximation.factor
         p = approximation.whitener @ loo.directions
+        samples, without = self._leave_one_out(loo, p, gram, approximation.shift, n)
+
+        # The frame is that of XTrace for the same probes.
+        q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
+        frame = leave_one_out_frame(probes, q, leave_one_out(s, vh), self.improved)
+        std_err, extra = standard_errors(samples, without)
+        return Sketch(
+            samples,
+            jnp.hypot(std_err, _inexact(m, approximation.shift)),
+            frame,
+            num_matvecs=k,
+            scale=scale,
+            semidefinite=approximation.semidefinite,
+            extra=extra,
+        )
+
+    def probes_in_round(self, k):
+        return k
+
+    def start(self, n, dtype, k):
+        m = k.num_rounds * k.round_size
+        real = jnp.finfo(dtype).dtype
+        tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
+        return _State(tall, tall, square, square, square, jnp.ones((), real))
+
+    def grow(self, matmat, probes, state, rounds, eps, k):
+        b, roundoff = probes.shape[1], float(jnp.finfo(probes.dtype).eps)
+        size = probes.shape[0] ** 0.5
+        new = extend(state.basis, probes, rounds, b * roundoff, size)
+        basis = put(state.basis, new.block, rounds)
+        column = put_rows(new.coefficients, new.coupling, rounds)
+        products, scale = rescale(matmat(new.block), state.scale, rounds)
+        image = extend(state.q, products, rounds, eps, jnp.linalg.norm(state.r))
+        q = put(state.q, image.block, rounds)
+        image_column = put_rows(image.coefficients, image.coupling, rounds)
+        r = put(state.r, image_column, rounds)
+        core = border(state.core, basis, q, rounds, b)
+        return _State(basis, q, put(state.probes, column, rounds), r, core, scale)
+
+    def assess(self, state, rounds, eps, k):
+        n, m = state.basis.shape
+        count = rounds * k.round_size
+        present = jnp.sum(jnp.abs(state.basis) ** 2, axis=0)
+        core = state.core @ state.r
+        whitener, shift, semidefinite = whiten(core, jnp.linalg.norm(state.r), eps)
+        # B* B for B = (A Q + shift Q) W*, with A Q = state.q @ state.r.
+        image = state.r @ whitener.conj().T
+        inner = shift * (core + core.conj().T) + shift**2 * jnp.diag(present)
+        gram = image.conj().T @ image + whitener @ inner @ whitener.conj().T
+
+        u, s, vh = svd(state.probes)
+        s = jnp.where(s > m * jnp.finfo(s.dtype).eps * s[0], s, 0)
+        loo = leave_one_out(s, vh)
+        p = whitener @ (u @ loo.directions)
+        samples, without = self._leave_one_out(loo, p, gram, shift, n)
+        valid = jnp.arange(m) < count
+        std_err, extra = standard_errors(samples, without, valid)
+
+        u, s, vh = svd(state.r @ state.probes)
+        s = jnp.where(s > eps * s[0], s, 0)
+        left, right = leave_one_out_frame(
+            state.basis @ state.probes,
+            state.q @ (u * (s > 0)),
+            leave_one_out(s, vh),
+            self.improved,
+            count,
+        )
+        return Sketch(
+            jnp.where(valid, samples, jnp.nan),
+            jnp.hypot(std_err, _inexact(count, shift)),
+            by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
+            num_matvecs=count,
+            scale=state.scale,
+            semidefinite=semidefinite,
+            valid=valid,
+            extra=extra,
+        )
+
+    def _leave_one_out(
+        self, loo: LeaveOneOut, p: Array, gram: Array, shift: Array, n: int
+    ) -> tuple[Array, Array]:
+        """The samples and, entry `[i, j]`, sample j without probe i.
+
+        `gram` is B* B. In the coordinates of B, leaving probe i out projects off the
+        vector p_i, and outside the other probes' span A - A_i is the number 1 / |p_i|^2.
+        """
+        essential = loo.essential.astype(int)
         weight = jnp.sum(jnp.abs(p) ** 2, axis=0)
         rest = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
         p = p * jnp.sqrt(rest)
-        gram = approximation.factor.conj().T @ approximation.factor
         form = p.conj().T @ gram @ p
-        trace = jnp.trace(gram).real - approximation.shift * n
+        trace = jnp.trace(gram).real - shift * n
 
         c = (n - loo.rank + essential) if self.improved else loo.distance**2
         samples = trace - jnp.diagonal(form).real + c * rest
@@ -84,22 +171,24 @@ class XNysTraceEstimator(AbstractSketchEstimator):
             overlap = jnp.abs(loo.directions.conj().T @ loo.directions) ** 2
             c = (n - loo.rank + essential[:, None] + essential) * (1 - overlap)
         without = trace - pairs.trace(form).real + c * rest / pairs.det
+        return samples, without
 
-        # The frame is that of XTrace for the same probes.
-        q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
-        frame = leave_one_out_frame(probes, q, leave_one_out(s, vh), self.improved)
-        std_err, extra = standard_errors(samples, without)
-        # What inexact products add, measured with products in TF32: see `nystrom`.
-        inexact = 2 * m**0.5 * approximation.shift
-        return Sketch(
-            samples,
-            jnp.hypot(std_err, inexact),
-            frame,
-            num_matvecs=k,
-            scale=scale,
-            semidefinite=approximation.semidefinite,
-            extra=extra,
-        )
+
+class _State(eqx.Module):
+    """Omega = `basis @ probes`, A Q = `q @ r` in units of `scale`, Q the basis; `core` is
+    `basis* q`."""
+
+    basis: Inexact[Array, "n m"]
+    q: Inexact[Array, "n m"]
+    probes: Inexact[Array, "m m"]
+    r: Inexact[Array, "m m"]
+    core: Inexact[Array, "m m"]
+    scale: Real[Array, ""]
+
+
+def _inexact(count: Array | int, shift: Array) -> Array:
+    """What inexact products add, measured with products in TF32: see `nystrom`."""
+    return 2 * jnp.sqrt(jnp.asarray(count, shift.dtype)) * shift
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**

@@ -1,8 +1,11 @@
 from typing import ClassVar
 
+import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
 
-from .._kernel.dense import normalise, thin_svd
+from .._kernel.dense import normalise, qr, svd
+from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
@@ -11,10 +14,10 @@ from .._kernel.leave_one_out import (
     standard_errors,
 )
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .base import AbstractSketchEstimator, Sketch
+from .base import AbstractGrowingEstimator, by_round, Sketch
 
 
-class XTraceEstimator(AbstractSketchEstimator):
+class XTraceEstimator(AbstractGrowingEstimator):
     r"""XTrace: Hutch++ with every probe used for the basis and for the remainder.
 
     From $m = \lfloor k/2 \rfloor$ probes, $Q = \mathrm{orth}(A \Omega)$. Sample $i$ is
@@ -57,22 +60,94 @@ class XTraceEstimator(AbstractSketchEstimator):
         return k // 2
 
     def sketch(self, matmat, probes, k, eps):
-        n, m = probes.shape
         products, scale = normalise(matmat(probes))
-        q, s, vh = thin_svd(products, eps)
+        q, r = qr(products)
+        z = matmat(q) / scale
+        small = _Small(
+            r=r,
+            h=q.conj().T @ z,
+            w=q.conj().T @ probes,
+            across=probes.conj().T @ z,
+            own=jnp.sum(probes.conj() * products, axis=0),
+            norms=jnp.sum(jnp.abs(probes) ** 2, axis=0),
+        )
+        loo, rotation, samples, without = self._leave_one_out(small, len(probes), eps)
+        std_err, extra = standard_errors(samples, without)
+        return Sketch(
+            samples,
+            std_err,
+            leave_one_out_frame(probes, q @ rotation, loo, self.improved),
+            num_matvecs=2 * probes.shape[1],
+            scale=scale,
+            extra=extra,
+        )
+
+    def probes_in_round(self, k):
+        return k // 2
+
+    def start(self, n, dtype, k):
+        m = k.num_rounds * self.probes_in_round(k.round_size)
+        real = jnp.finfo(dtype).dtype
+        tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
+        line = jnp.zeros(m, dtype)
+        small = _Small(square, square, square, square, line, line.astype(real))
+        return _State(tall, tall, tall, small, jnp.ones((), real))
+
+    def grow(self, matmat, probes, state, rounds, eps, k):
+        small, b = state.small, probes.shape[1]
+        products, scale = rescale(matmat(probes), state.scale, rounds)
+        new = extend(state.q, products, rounds, eps, jnp.linalg.norm(small.r))
+        q = put(state.q, new.block, rounds)
+        z = put(state.z, matmat(new.block) / scale, rounds)
+        all_probes = put(state.probes, probes, rounds)
+        own = jnp.sum(probes.conj() * products, axis=0)
+        norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
+        column = put_rows(new.coefficients, new.coupling, rounds)
+        small = _Small(
+            r=put(small.r, column, rounds),
+            h=border(small.h, q, z, rounds, b),
+            w=border(small.w, q, all_probes, rounds, b),
+            across=border(small.across, all_probes, z, rounds, b),
+            own=put_rows(small.own[:, None], own[:, None], rounds)[:, 0],
+            norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
+        )
+        return _State(all_probes, q, z, small, scale)
+
+    def assess(self, state, rounds, eps, k):
+        b = self.probes_in_round(k.round_size)
+        n, m = state.probes.shape
+        loo, rotation, samples, without = self._leave_one_out(state.small, n, eps)
+        valid = jnp.arange(m) < rounds * b
+        std_err, extra = standard_errors(samples, without, valid)
+        left, right = leave_one_out_frame(
+            state.probes, state.q @ rotation, loo, self.improved, rounds * b
+        )
+        return Sketch(
+            jnp.where(valid, samples, jnp.nan),
+            std_err,
+            by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
+            num_matvecs=rounds * 2 * b,
+            scale=state.scale,
+            valid=valid,
+            extra=extra,
+        )
+
+    def _leave_one_out(self, small: "_Small", n: int, eps: float):
+        """The samples and, entry `[i, j]`, sample j without probe i."""
+        u, s, vh = svd(small.r)
+        s = jnp.where(s > eps * s[0], s, 0)
+        u = u * (s > 0)
         loo = leave_one_out(s, vh)
         essential = loo.essential.astype(int)
-        z = matmat(q) / scale
 
         # Below, e_j = omega_j - Q w_j is the part of probe j outside Q, and leaving out
         # the probes of a projector P changes it to e_j + Q P w_j:
         #   t = tr(H) - tr(P H) + c (e_j + Q P w_j)* A (e_j + Q P w_j).
         r = s[:, None] * vh
-        h, w = q.conj().T @ z, q.conj().T @ probes
-        across = probes.conj().T @ z - w.conj().T @ h  # [j, :] = e_j* A Q
+        h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
+        across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
         back = r - h @ w  # [:, j] = Q* A e_j
-        outside = jnp.sum(probes.conj() * products, axis=0)  # e_j* A e_j
-        outside = outside - jnp.sum(w.conj() * r + across.T * w, axis=0)
+        outside = small.own - jnp.sum(w.conj() * r + across.T * w, axis=0)  # e_j* A e_j
 
         directions = loo.directions
         inner = directions.conj().T @ w
@@ -86,9 +161,8 @@ class XTraceEstimator(AbstractSketchEstimator):
         def factor(removed, inside):
             if not self.improved:
                 return jnp.ones_like(inside)
-            return resphere(n, loo.rank - removed, norms, inside)
+            return resphere(n, loo.rank - removed, small.norms, inside)
 
-        norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
         all_inside = jnp.sum(jnp.abs(w) ** 2, axis=0)
         trace = jnp.trace(h)
 
@@ -108,16 +182,28 @@ class XTraceEstimator(AbstractSketchEstimator):
         restored = (inner.conj() * alpha + beta.conj() * beta_pair).real
         c_pair = factor(essential[:, None] + essential, all_inside - restored)
         without = trace - pairs.trace(form) + c_pair * (own_form(beta_pair) + cross_form)
+        return loo, u, samples, without
 
-        std_err, extra = standard_errors(samples, without)
-        return Sketch(
-            samples,
-            std_err,
-            leave_one_out_frame(probes, q, loo, self.improved),
-            num_matvecs=2 * m,
-            scale=scale,
-            extra=extra,
-        )
+
+class _State(eqx.Module):
+    """Probes, `Q` and `A Q` in buffers, in units of `scale`."""
+
+    probes: Inexact[Array, "n m"]
+    q: Inexact[Array, "n m"]
+    z: Inexact[Array, "n m"]
+    small: "_Small"
+    scale: Real[Array, ""]
+
+
+class _Small(eqx.Module):
+    """All that XTrace needs to know of the tall arrays, where `A Omega = Q R`."""
+
+    r: Inexact[Array, "m m"]
+    h: Inexact[Array, "m m"]  # Q* A Q
+    w: Inexact[Array, "m m"]  # Q* Omega
+    across: Inexact[Array, "m m"]  # Omega* A Q
+    own: Inexact[Array, " m"]  # omega_j* A omega_j
+    norms: Real[Array, " m"]  # |omega_j|^2
 
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**

@@ -97,6 +97,7 @@ def leave_one_out_frame(
     q: Inexact[Array, "n m"],
     loo: LeaveOneOut,
     improved: bool,
+    count: Int[Array, ""] | int | None = None,
 ) -> tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]:
     """Arrays `L, R` for which `sum(conj(L) * (B R))` is the mean over i of
 
@@ -104,9 +105,10 @@ def leave_one_out_frame(
 
     with `P_i` the projector onto the range of `q` without probe i's direction, and `c_i`
     the resphering factor, or 1. As `P_i` does not depend on `omega_i`, the expectation
-    for a fixed B is `tr B`.
+    for a fixed B is `tr B`. `count` is the number of probes that are not zero.
     """
     n, m = probes.shape
+    number = m if count is None else count
     directions = loo.directions
     w = q.conj().T @ probes
     own = jnp.sum(directions.conj() * w, axis=0)
@@ -116,12 +118,14 @@ def leave_one_out_frame(
         inside = jnp.sum(jnp.abs(w) ** 2, axis=0) - jnp.abs(own) ** 2
         c = resphere(n, loo.rank - loo.essential.astype(int), norms, inside)
     v = probes - q @ (w - directions * own)
-    left = q - q @ (directions @ directions.conj().T) / m
-    return jnp.concatenate([left, v * (c / m)], 1), jnp.concatenate([q, v], 1)
+    left = q - q @ (directions @ directions.conj().T) / number
+    return jnp.concatenate([left, v * (c / number)], 1), jnp.concatenate([q, v], 1)
 
 
 def sample_covariance(
-    samples: Inexact[Array, " m"], pairs: Inexact[Array, "m m"]
+    samples: Inexact[Array, " m"],
+    pairs: Inexact[Array, "m m"],
+    valid: Bool[Array, " m"],
 ) -> Real[Array, ""]:
     """Unbiased estimate of the covariance of two leave-one-out samples.
 
@@ -134,15 +138,19 @@ def sample_covariance(
     and with it the variance of the mean of the samples is `s^2 / m` plus this, without
     bias: `E[s^2] = var(t_j) - cov`. See "Leave-one-out" in the developer documentation.
     """
-    m = samples.shape[0]
-    if m == 1:
-        return jnp.zeros_like(samples.real, shape=())
+    m = jnp.sum(valid).astype(samples.real.dtype)
     change = samples - pairs
     product = (change * change.T.conj()).real
-    return jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, product)) / (m * (m - 1))
+    total = jnp.sum(jnp.where(_two(valid), product, 0))
+    return total / jnp.maximum(m * (m - 1), 1)
 
 
-def jackknife(pairs: Inexact[Array, "m m"]) -> Real[Array, ""]:
+def _two(valid: Bool[Array, " m"]) -> Bool[Array, "m m"]:
+    """Pairs of two different valid probes."""
+    return valid[:, None] & valid & ~jnp.eye(valid.shape[0], dtype=bool)
+
+
+def jackknife(pairs: Inexact[Array, "m m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
     """Standard error from `pairs[i, j]`, probe `j`'s estimate with `i` left out as well.
 
     `T_i = mean_{j != i} pairs[i, j]` is the whole estimate without probe `i`; the result
@@ -150,24 +158,23 @@ def jackknife(pairs: Inexact[Array, "m m"]) -> Real[Array, ""]:
     (m-1)/m times the variance of the estimate with m - 1 probes (Efron and Stein, Annals
     of Statistics 9, 1981). Infinite for m = 1.
     """
-    m = pairs.shape[0]
-    if m == 1:
-        return jnp.full_like(pairs, jnp.inf, shape=(), dtype=pairs.real.dtype)
-    left_out = jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, pairs), axis=1) / (m - 1)
-    deviation = jnp.abs(left_out - jnp.mean(left_out))
-    largest = jnp.max(deviation)
-    unit = deviation / jnp.where(largest > 0, largest, 1)
-    return largest * jnp.sqrt((m - 1) / m * jnp.sum(unit**2))
+    others = jnp.sum(valid) - 1
+    left_out = jnp.sum(jnp.where(_two(valid), pairs, 0), axis=1)
+    moments = Moments.of(left_out / jnp.maximum(others, 1), valid)
+    return jnp.where(others > 0, others * moments.independent_std_err, jnp.inf)
 
 
 def standard_errors(
-    samples: Inexact[Array, " m"], pairs: Inexact[Array, "m m"]
+    samples: Inexact[Array, " m"],
+    pairs: Inexact[Array, "m m"],
+    valid: Bool[Array, " m"] | None = None,
 ) -> tuple[Real[Array, ""], dict[str, Array]]:
-    """The standard error of the mean of leave-one-out samples, and two others by name:
-    the jackknife, which is cautious, and the published one, which takes the samples to
-    be independent and is too small."""
-    moments = Moments.of(samples)
-    return moments.std_err(sample_covariance(samples, pairs)), {
-        "jackknife_std_err": jackknife(pairs),
+    """The standard error of the mean of leave-one-out samples, those of `valid` probes,
+    and two others by name: the jackknife, which is cautious, and the published one,
+    which takes the samples to be independent and is too small."""
+    valid = jnp.ones(samples.shape, bool) if valid is None else valid
+    moments = Moments.of(samples, valid)
+    return moments.std_err(sample_covariance(samples, pairs, valid)), {
+        "jackknife_std_err": jackknife(pairs, valid),
         "independent_std_err": moments.independent_std_err,
     }

@@ -39,8 +39,17 @@ def nystrom(
     basis: Inexact[Array, "n m"], products: Inexact[Array, "n m"], eps: float
 ) -> Nystrom:
     """`basis` is Q (orthonormal or zero columns), `products` is A Q."""
-    size = jnp.linalg.norm(products)
-    core = basis.conj().T @ products
+    core, size = basis.conj().T @ products, jnp.linalg.norm(products)
+    whitener, shift, semidefinite = whiten(core, size, eps)
+    factor = (products + shift * basis) @ whitener.conj().T
+    return Nystrom(factor, whitener, shift, semidefinite)
+
+
+def whiten(
+    core: Inexact[Array, "m m"], size: Real[Array, ""], eps: float
+) -> tuple[Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""]]:
+    """`whitener`, `shift` and `semidefinite` of [`Nystrom`][], from `core = Q* A Q` and
+    `size = ||A Q||_F`."""
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
@@ -48,5 +57,4 @@ def nystrom(
     whitener = (
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
     )
-    factor = (products + shift * basis) @ whitener.conj().T
-    return Nystrom(factor, whitener, shift, semidefinite)
+    return whitener, shift, semidefinite

@@ -4,6 +4,7 @@ from typing import ClassVar
 import equinox as eqx
 from jaxtyping import PRNGKeyArray
 
+from .._adaptive import Adaptive
 from .._execution import AbstractExecution
 from .._sampler import AbstractSampler
 from .._solution import Estimate
@@ -31,7 +32,7 @@ class AbstractFunctionEstimator(eqx.Module):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int,
+        k: int | Adaptive,
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,

@@ -27,9 +27,9 @@ def exact_trace_of_function(
     value = jnp.sum(values_at(function, nodes, operator.eps))
     slopes = slopes_at(function, nodes, operator.eps)
     left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
-    extremes = nodes[None, jnp.array([0, -1])]
+    extremes = nodes[jnp.array([0, -1])]
     result = check_domain(function, operator, extremes, value)
-    extra = {"ritz_values": extremes[0]}
+    extra = {"ritz_values": extremes}
     frame = gradient.frame(function, left, eye)
     return _package(operator, value, frame, execution, result, extra)
 

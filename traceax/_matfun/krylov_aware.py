@@ -2,6 +2,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from .._adaptive import Adaptive
 from .._execution import full_precision
 from .._gradient import attach
 from .._kernel.dense import eigh
@@ -69,6 +70,12 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             )
 
     def run(self, operator, function, gradient, *, k, num_steps, key, execution):
+        if isinstance(k, Adaptive):
+            raise ValueError(
+                "`KrylovAwareEstimator` needs a fixed budget. Found "
+                "`k=traceax.Adaptive(...)`. Pass an integer, or use "
+                "`traceax.SLQEstimator`."
+            )
         n, block = operator.size, max(1, k // 4)
         total = min(2 * num_steps, -(-n // block))
         width = min(num_steps, total) * block
@@ -112,7 +119,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         frame = gradient.frame(function, left, right)
         ends = nodes[None, jnp.array([0, -1])]
         extremes = jnp.where(length > 0, forms.extremes, ends)
-        extremes = jnp.append(extremes, ends, axis=0)
+        extremes = span(jnp.append(extremes, ends, axis=0))
         return Estimate(
             value=attach(operator, moments.mean, frame, execution=execution),
             std_err=moments.std_err(),
@@ -122,7 +129,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             result=check_domain(function, operator, extremes, moments.mean),
             extra={
                 "gradient_residual": forms.residual,
-                "ritz_values": span(extremes),
+                "ritz_values": extremes,
             },
         )
 

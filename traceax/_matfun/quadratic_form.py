@@ -67,13 +67,13 @@ def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
 def check_domain(
     function: AbstractSpectralFunction,
     operator: FlatOperator,
-    extremes: Real[Array, "k 2"],
+    extremes: Real[Array, "2"],
     value: Real[Array, ""],
     singular: Any = RESULTS.not_positive_definite,
 ) -> Any:
     """Whether Ritz values left the domain of `function`, beyond rounding; `singular` is
     what to call it if that domain is the positive numbers."""
-    smallest, largest = span(extremes)
+    smallest, largest = extremes
     size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
     how: Any = RESULTS.outside_domain
     outside = jnp.isfinite(size) & ~jnp.isfinite(value)

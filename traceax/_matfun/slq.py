@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, Scalar
 
+from .._adaptive import Adaptive
 from .._execution import AbstractExecution, Local
 from .._gradient import attach, attach_derivative
+from .._iterate import stream
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate, RESULTS
+from .._solution import Estimate, first_failure, RESULTS
 from .._vectors import FlatOperator
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction, Log
@@ -120,7 +122,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         operator: FlatOperator,
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
-        k: int,
+        k: int | Adaptive,
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -138,30 +140,36 @@ class SLQEstimator(AbstractFunctionEstimator):
             ends = jax.vmap(Moments.of, in_axes=(1, None))(brackets, valid)
             return Moments.of(samples, valid), ends, span(extremes)
 
-        (samples, rest), parts = execution.map_reduce(
-            body, reduce, operator, jnp.arange(k), width=num_steps
-        )
-        brackets, _, residuals = rest
-        moments, extremes = Moments.merge(parts[0]), parts[2]
-        extra = {"gradient_residual": residuals, "ritz_values": span(extremes)}
+        def merge(parts):
+            moments, ends, extremes = parts
+            # Of no samples, the extremes are 0.
+            made = moments.count[:, None] > 0
+            extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
+            ends = jax.vmap(Moments.merge, in_axes=1)(ends)
+            return Moments.merge(moments), ends, span(extremes)
+
+        found = stream(body, reduce, merge, operator, k, execution, width=num_steps)
+        moments, ends, extremes = found.summary
+        brackets, _, residuals = found.others
+        extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
-            bracket = jax.vmap(Moments.merge, in_axes=1)(parts[1]).center[:, 0]
-            extra |= {"sample_brackets": brackets, "bracket": bracket}
-        value = attach_derivative(moments.mean, jnp.mean(samples))
+            extra |= {"sample_brackets": brackets, "bracket": ends.center[:, 0]}
+        in_domain = check_domain(
+            function,
+            operator,
+            extremes,
+            moments.mean,
+            RESULTS.not_positive_definite if hermitian else RESULTS.zero_determinant,
+        )
         return Estimate(
-            value=value,
+            value=attach_derivative(moments.mean, found.mean),
             std_err=moments.std_err(),
-            samples=samples,
-            num_matvecs=k * num_steps * (1 if hermitian else 2),
+            samples=found.samples,
+            num_matvecs=found.count * num_steps * (1 if hermitian else 2),
             rounding=operator.rounding,
-            result=check_domain(
-                function,
-                operator,
-                extremes,
-                moments.mean,
-                RESULTS.not_positive_definite if hermitian else RESULTS.zero_determinant,
-            ),
-            extra=extra,
+            result=first_failure(in_domain, found.ended.result),
+            extra=extra | found.ended.extra,
+            state=found.ended.state,
         )
 
 

@@ -1,0 +1,101 @@
+"""What the programs share. `test_sharded.py` runs each of them in a process of its own,
+because the number of simulated devices is fixed when JAX starts."""
+
+import re
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+
+jax.config.update("jax_enable_x64", True)
+
+PSD = lx.positive_semidefinite_tag
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)"
+    r"(?:-start)?\("
+)
+_start = time.perf_counter()
+
+
+def say(text):
+    print(f"{time.perf_counter() - _start:6.1f} s  {text}", flush=True)
+
+
+def some_key():
+    """Not made on import, before which `two_processes.py` could not set JAX up."""
+    return jr.key(7)
+
+
+def positive_definite(n, dtype=jnp.float64):
+    """Hermitian, with the eigenvalues 0.5 + 1 / i."""
+    q, _ = jnp.linalg.qr(jr.normal(jr.key(1), (n, n), jnp.promote_types(dtype, float)))
+    matrix = (q * (0.5 + 1 / jnp.arange(1, n + 1))) @ q.conj().T
+    return ((matrix + matrix.conj().T) / 2).astype(dtype)
+
+
+def general(n, dtype=jnp.float64):
+    noise = jr.normal(jr.key(2), (n, n), dtype) / (4 * n**0.5)
+    return noise + 2 * jnp.eye(n, dtype=dtype)
+
+
+def matrix_free(matrix, tags=()):
+    structure = jax.ShapeDtypeStruct((matrix.shape[1],), matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+
+
+def value_and_grad(call):
+    """Of `call(x)`, a solution, compiled: the solution and the gradient of its value."""
+
+    def both(x):
+        solution = call(x)
+        return solution.value.real, solution
+
+    def run(x):
+        (_, solution), slope = compiled(x)
+        return solution, slope
+
+    compiled = eqx.filter_jit(eqx.filter_value_and_grad(both, has_aux=True))
+    return run
+
+
+def close(name, found, expected, rtol):
+    """Trees agree, each leaf relative to its largest entry; relative residuals, which
+    are small beside one, to `rtol`."""
+    leaves = jax.tree.leaves_with_path(eqx.filter(expected, eqx.is_array))
+    others = jax.tree.leaves(eqx.filter(found, eqx.is_array))
+    assert len(leaves) == len(others) > 0, f"{name}: other leaves"
+    for (path, a), b in zip(leaves, others, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        at = f"{name}{jax.tree_util.keystr(path)}"
+        assert a.shape == b.shape, f"{at}: shape {b.shape}, expected {a.shape}"
+        assert a.dtype == b.dtype, f"{at}: dtype {b.dtype}, expected {a.dtype}"
+        if a.size == 0:
+            continue
+        assert np.array_equal(np.isfinite(a), np.isfinite(b)), f"{at}: {b}, not {a}"
+        a, b = np.where(np.isfinite(a), a, 0), np.where(np.isfinite(b), b, 0)
+        error, size = np.max(np.abs(a - b)), np.max(np.abs(a))
+        size = 1 if "residual" in at else size
+        assert error <= rtol * size, f"{at}: {error:.1e} of {size:.1e}, allowed {rtol}"
+
+
+def equal(name, found, expected):
+    found, expected = np.asarray(found), np.asarray(expected)
+    same = np.array_equal(found, expected)
+    assert same, f"{name}: not bitwise equal, off by {np.max(np.abs(found - expected))}"
+
+
+def collectives(compiled):
+    """Of a compiled program: the kind and shape of every collective's operands."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        if match := _COLLECTIVE.search(line):
+            for shape in re.findall(r"[a-z]+\d*\[([\d,]*)\]", match[1]):
+                dims = tuple(int(d) for d in shape.split(",") if d)
+                found.append((match[2], dims))
+    return found

@@ -1,0 +1,418 @@
+"""Every public function: compiled ahead of time, exported, its shapes without computing,
+and no more traces than needed."""
+
+import contextlib
+import functools as ft
+import itertools
+import os
+import subprocess
+import sys
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.export
+import jax.monitoring
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import matrix_free, spectrum_matrix
+
+
+N = 24
+KEY = jr.key(0)
+PSD = lx.positive_semidefinite_tag
+PLATFORMS = ["cpu", "cuda", "tpu"]
+SETTINGS = {"k": 4, "num_steps": 5}
+
+
+@ft.cache
+def example(seed=0):
+    return spectrum_matrix(jr.key(seed), jnp.linspace(1, 3, N) + seed, jnp.float64)
+
+
+# --- Every public function, as one of a matrix and a key that returns arrays ---
+
+
+def arrays_of(solution):
+    return solution.value, solution.std_err, solution.stats["samples"]
+
+
+def dense(matrix, tags=PSD):
+    return lx.MatrixLinearOperator(matrix, tags)
+
+
+def traced(estimator):
+    def run(matrix, key, throw=True):
+        solution = tx.trace(dense(matrix), estimator, k=8, key=key, throw=throw)
+        return arrays_of(solution)
+
+    return run
+
+
+def auto(matrix, key, throw=True):
+    return arrays_of(tx.trace(matrix_free(matrix, PSD), k=8, key=key, throw=throw))
+
+
+def exact(matrix, key, throw=True):
+    operator, k = matrix_free(matrix), matrix.shape[0]
+    estimator = tx.ExactTraceEstimator()
+    return arrays_of(tx.trace(operator, estimator, k=k, key=key, throw=throw))
+
+
+def sharded(matrix, key, throw=True):
+    settings = {"execution": tx.Sharded(tx.probe_mesh()), "throw": throw}
+    estimator = tx.XTraceEstimator()
+    return arrays_of(tx.trace(dense(matrix), estimator, k=8, key=key, **settings))
+
+
+def logdet(matrix, key, throw=True, **settings):
+    settings = SETTINGS | {"key": key, "throw": throw} | settings
+    solution = tx.logdet(dense(matrix), **settings)
+    return (*arrays_of(solution), solution.stats["bracket"])
+
+
+def general_logdet(matrix, key, throw=True):
+    operator = dense(matrix + jnp.triu(matrix, 1), ())
+    return arrays_of(tx.logdet(operator, key=key, throw=throw, **SETTINGS))
+
+
+def nystrom_logdet(matrix, key, throw=True):
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=jr.fold_in(key, 1))
+    return logdet(matrix, key, throw, preconditioner=preconditioner)
+
+
+def cholesky_logdet(matrix, key, throw=True):
+    preconditioner = tx.pivoted_cholesky_preconditioner(dense(matrix), 6)
+    return logdet(matrix, key, throw, preconditioner=preconditioner)
+
+
+def nystrom_inverse(matrix, key, throw=True):
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=key)
+    return preconditioner.inverse().mv(matrix[0]), preconditioner.logdet
+
+
+def function_trace(function, estimator=tx.SLQEstimator()):
+    def run(matrix, key, throw=True):
+        settings = SETTINGS | {"key": key, "throw": throw}
+        solution = tx.trace_of_function(dense(matrix), function, estimator, **settings)
+        return arrays_of(solution)
+
+    return run
+
+
+def damped(x):
+    return x * jnp.exp(-x)
+
+
+def action(matrix, key, throw=True):
+    return (tx.function_of(dense(matrix), tx.Inverse(), 5).mv(matrix[0]),)
+
+
+def curved(make):
+    def run(matrix, key, throw=True):
+        operator = make(matrix, matrix[0])
+        estimator = tx.XTraceEstimator()
+        return arrays_of(tx.trace(operator, estimator, k=8, key=key, throw=throw))
+
+    return run
+
+
+def layer(matrix):
+    return lambda w: jnp.tanh(matrix @ w)
+
+
+def squares(outputs):
+    return jnp.sum(outputs**2)
+
+
+def hessian(matrix, point):
+    return tx.hessian(lambda w: squares(layer(matrix)(w)), point)
+
+
+def ggn(matrix, point):
+    return tx.ggn(layer(matrix), squares, point)
+
+
+def jacobian_gram(matrix, point):
+    return tx.jacobian_gram(layer(matrix), point)
+
+
+def probes(sampler):
+    def run(matrix, key, throw=True):
+        return (sampler(key, matrix.shape[0], 5),)
+
+    return run
+
+
+def slope(run):
+    def of(matrix, key, throw=True):
+        return (jax.grad(lambda matrix: run(matrix, key, throw)[0])(matrix),)
+
+    return of
+
+
+FUNCTIONS = {
+    "auto": auto,
+    "hutchinson": traced(tx.HutchinsonEstimator()),
+    "hutchpp": traced(tx.HutchPlusPlusEstimator()),
+    "nystrompp": traced(tx.NystromPlusPlusEstimator()),
+    "xtrace": traced(tx.XTraceEstimator()),
+    "xnystrace": traced(tx.XNysTraceEstimator()),
+    "exact": exact,
+    "sharded": sharded,
+    "logdet": logdet,
+    "logdet-general": general_logdet,
+    "logdet-nystrom": nystrom_logdet,
+    "logdet-cholesky": cholesky_logdet,
+    "nystrom-inverse": nystrom_inverse,
+    "power": function_trace(tx.Power(-1)),
+    "exp": function_trace(tx.Exp(-0.5)),
+    "callable": function_trace(damped),
+    "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
+    "action": action,
+    "hessian": curved(hessian),
+    "ggn": curved(ggn),
+    "jacobian-gram": curved(jacobian_gram),
+    "rademacher": probes(tx.RademacherSampler()),
+    "normal": probes(tx.NormalSampler()),
+    "sphere": probes(tx.SphereSampler()),
+    "steinhaus": probes(tx.SteinhausSampler(jnp.complex128)),
+    "slope-xtrace": slope(traced(tx.XTraceEstimator())),
+    "slope-logdet": slope(logdet),
+}
+everything = pytest.mark.parametrize("name", FUNCTIONS)
+# Outside of `jit` these run several programs, which round otherwise than a single one.
+SEVERAL_PROGRAMS = {"nystrom-inverse", "action", "sphere", "slope-xtrace", "slope-logdet"}
+# These make a function operator, which is a new one in each call.
+NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"}
+
+
+def assert_bitwise(found, expected):
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def assert_close(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        tolerance = 64 * jnp.finfo(y.dtype).eps * jnp.max(jnp.abs(y))
+        assert jnp.max(jnp.abs(x - y)) <= tolerance
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """A list that grows by one for each program that XLA compiles."""
+    events = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@everything
+def test_ahead_of_time(name):
+    """One test for each function, because compilation takes the time."""
+    function = FUNCTIONS[name]
+    first, second = (example(), KEY), (example(1), jr.key(1))
+    jitted = jax.jit(function)
+    counted = eqx.debug.assert_max_traces(function, max_traces=1)
+    filtered = eqx.filter_jit(counted)
+    expected = jitted(*first)
+    assert all(jnp.all(jnp.isfinite(x)) for x in expected)
+    assert_bitwise(jitted.lower(*first).compile()(*first), expected)
+    assert_bitwise(filtered.lower(*first).compile()(*first), expected)
+    assert_bitwise(filtered(*first), expected)
+
+    assert_bitwise(filtered(*second), jitted(*second))
+    assert not jnp.array_equal(filtered(*second)[0], expected[0])
+    assert eqx.debug.get_num_traces(counted) == 1
+
+    direct = function(*first)
+    assert_close(direct, expected)
+    if name not in SEVERAL_PROGRAMS:
+        assert_bitwise(direct, expected)
+    if name not in NEW_PROGRAMS:
+        with count_compilations() as compilations:
+            function(*second)
+        assert not compilations
+
+    shapes = eqx.filter_eval_shape(function, *first)
+    assert shapes_of(shapes) == shapes_of(direct)
+
+
+@everything
+def test_shapes_without_computing(name):
+    """Of a matrix of 8 TB."""
+    n = 10**6
+    matrix = jax.ShapeDtypeStruct((n, n), jnp.float64)
+    key = jax.eval_shape(jr.key, 0)
+    with count_compilations() as compilations:
+        shapes = eqx.filter_eval_shape(FUNCTIONS[name], matrix, key)
+    assert not compilations
+    small = eqx.filter_eval_shape(FUNCTIONS[name], example(), KEY)
+    assert len(shapes) == len(small)
+    for large, leaf in zip(shapes, small, strict=True):
+        expected = tuple(n if size == N else size for size in leaf.shape)
+        assert (large.shape, large.dtype) == (expected, leaf.dtype)
+
+
+# --- Traces ---
+
+
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit], ids=["jit", "filter_jit"])
+def test_one_trace_for_each_k(jit):
+    def run(matrix, key, k):
+        estimator = tx.HutchinsonEstimator()
+        return tx.trace(dense(matrix), estimator, k=k, key=key).value
+
+    counted = eqx.debug.assert_max_traces(run, max_traces=2)
+    static = {"static_argnames": "k"} if jit is jax.jit else {}
+    compiled = jit(counted, **static)
+    for k, seed in itertools.product((4, 6), (0, 1)):
+        compiled(example(seed), jr.key(seed), k=k)
+    assert eqx.debug.get_num_traces(counted) == 2
+    with pytest.raises(RuntimeError, match="can only be traced 2 times"):
+        compiled(example(), KEY, k=5)
+
+
+class CountingSampler(tx.AbstractSampler):
+    """Counts how often Python draws a vector: in a trace, and not in a compiled run."""
+
+    counts: ClassVar[list[int]] = []
+    dtype: None = None
+    rotation_invariant: ClassVar[bool] = True
+
+    def sample(self, key, n, dtype):
+        self.counts.append(n)
+        return jr.normal(key, (n,), dtype)
+
+
+COUNTING = {
+    "hutchinson": traced(tx.HutchinsonEstimator(CountingSampler())),
+    "xtrace": traced(tx.XTraceEstimator(CountingSampler())),
+    "logdet": ft.partial(logdet, estimator=tx.SLQEstimator(CountingSampler())),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_no_second_trace_without_jit(name):
+    function, counts = COUNTING[name], CountingSampler.counts
+    matrices, keys = [example(i) for i in range(3)], [jr.key(i) for i in range(3)]
+    before = len(counts)
+    with count_compilations() as compilations:
+        function(matrices[0], keys[0])
+        assert len(counts) > before
+        assert compilations
+        first = len(counts), len(compilations)
+        for matrix, key in zip(matrices, keys, strict=True):
+            function(matrix, key)
+        assert (len(counts), len(compilations)) == first
+
+
+def test_one_function_operator_is_compiled_once():
+    """A new function would be a new program; new keys for the same one are not."""
+    operator = matrix_free(example(), PSD)
+    tx.trace(operator, k=8, key=KEY)
+    tx.logdet(operator, key=KEY, **SETTINGS)
+    keys = [jr.key(i) for i in range(1, 4)]
+    with count_compilations() as compilations:
+        for key in keys:
+            tx.trace(operator, k=8, key=key)
+            tx.logdet(operator, key=key, **SETTINGS)
+    assert not compilations
+
+
+# --- Export ---
+
+
+def exported(name, platforms, key=KEY, throw=False):
+    function = jax.jit(ft.partial(FUNCTIONS[name], throw=throw))
+    return jax.export.export(function, platforms=platforms)(example(), key)
+
+
+@everything
+def test_export_for_every_platform(name):
+    program = exported(name, PLATFORMS)
+    loaded = jax.export.deserialize(program.serialize())
+    assert loaded.platforms == tuple(PLATFORMS)
+    shapes = eqx.filter_eval_shape(FUNCTIONS[name], example(), KEY)
+    assert shapes_of(list(loaded.out_avals)) == shapes_of(list(shapes))
+
+
+LOAD = """
+import pathlib, sys
+import jax, numpy as np
+from jax import export
+
+folder = pathlib.Path(sys.argv[1])
+inputs, outputs = np.load(folder / "inputs.npz"), {}
+for path in sorted(folder.glob("*.exported")):
+    program = export.deserialize(bytearray(path.read_bytes()))
+    key = inputs["key"]
+    if program.in_avals[1].dtype != key.dtype:
+        key = jax.random.wrap_key_data(key)
+    for i, array in enumerate(program.call(inputs["matrix"], key)):
+        outputs[f"{path.stem} {i}"] = array
+np.savez(folder / "outputs.npz", **outputs)
+print([name for name in ("traceax", "lineax", "equinox") if name in sys.modules])
+"""
+TO_LOAD = [
+    "xtrace",
+    "xnystrace",
+    "logdet",
+    "logdet-general",
+    "logdet-nystrom",
+    "logdet-cholesky",
+    "power",
+    "slope-logdet",
+]
+
+
+def test_exported_programs_in_a_fresh_process(tmp_path):
+    """Keys travel typed, or raw ("hutchinson")."""
+    raw = jr.key_data(KEY)
+    keys = dict.fromkeys(TO_LOAD, KEY) | {"hutchinson": raw}
+    for name, key in keys.items():
+        program = exported(name, PLATFORMS, key=key).serialize()
+        (tmp_path / f"{name}.exported").write_bytes(program)
+    np.savez(tmp_path / "inputs.npz", matrix=example(), key=raw)
+    finished = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path)],
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["[]"]
+    outputs = np.load(tmp_path / "outputs.npz")
+    for name in keys:
+        expected = jax.jit(FUNCTIONS[name])(example(), KEY)
+        found = [outputs[f"{name} {i}"] for i in range(len(expected))]
+        assert_bitwise(found, expected)
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], PLATFORMS], ids=["cpu", "all"])
+@pytest.mark.parametrize("name", ["xtrace", "logdet"])
+def test_export_needs_throw_false(name, platforms):
+    """An error check is a callback to the host, of which JAX exports none."""
+    with pytest.raises(NotImplementedError, match="callback"):
+        exported(name, platforms, throw=True)

@@ -1,0 +1,194 @@
+"""Probes shared among devices. The number of simulated devices is fixed when JAX starts,
+so the programs in `programs/` run in processes of their own."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import traceax as tx
+
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def environment(devices, **variables):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags += " --xla_backend_optimization_level=0"
+    fixed = {"XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    return os.environ | fixed | variables
+
+
+def start(devices, *command, **variables):
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment(devices, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*processes, seconds=300):
+    """What they print. All are stopped if one takes too long."""
+    outputs = []
+    try:
+        outputs.extend(each.communicate(timeout=seconds)[0] for each in processes)
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        printed = [process.communicate()[0] for process in processes]
+        pytest.fail("\n".join(["it takes too long", *outputs, *printed]))
+    assert all(each.returncode == 0 for each in processes), "\n".join(outputs)
+    return outputs
+
+
+def run(devices, program, *arguments):
+    print(*finish(start(devices, PROGRAMS / program, *arguments)))
+
+
+# --- programs on several devices ---
+
+
+@pytest.mark.parametrize("part", ["streaming", "sketches", "functions", "blocks"])
+def test_same_answer_on_any_mesh(part):
+    run(8, "same_answer.py", part)
+
+
+@pytest.mark.parametrize(
+    "part", ["typed", "answers", "solve_inside", "sparse_inside", "logdets"]
+)
+def test_every_kind_of_operator(part):
+    run(4, "operators.py", part)
+
+
+def test_collectives():
+    run(4, "collectives.py")
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize(
+    "part", ["answers", "traffic", "sharded_operator", "singular", "explicit"]
+)
+def test_vectors_split_by_rows(part, devices):
+    run(devices, "rows.py", part)
+
+
+def test_nothing_waits_forever():
+    run(8, "hang.py")
+
+
+def numbers(output, kind):
+    lines = [x.split("|") for x in output.splitlines() if x.startswith(f"{kind}|")]
+    return {name: [float.fromhex(x) for x in values] for _, name, *values in lines}
+
+
+@pytest.mark.parametrize("part", ["answers", "errors"])
+def test_two_processes(part):
+    """On one machine, each with two devices: the same as one process with four."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = PROGRAMS / "two_processes.py"
+    (single,) = finish(start(4, program, part, "single"))
+    both = [start(2, program, part, each, port) for each in ("0", "1")]
+    first, second = finish(*both, seconds=240)
+    assert len(numbers(single, "BITS")) == 4, single
+    for kind in ("BITS", "ABOUT"):
+        assert numbers(first, kind) == numbers(second, kind)
+    assert numbers(first, "BITS") == numbers(single, "BITS")
+    for name, values in numbers(single, "ABOUT").items():
+        found = numbers(first, "ABOUT")[name]
+        assert found == pytest.approx(values, rel=1e-13, abs=1e-14), name
+
+
+# --- devices and meshes ---
+
+
+def test_devices():
+    assert tx.devices() == jax.devices()
+    assert tx.devices("cpu") == jax.devices("cpu")
+    with pytest.raises(ValueError, match=r"'neuron' has no devices.*'cpu'"):
+        tx.devices("neuron")
+
+
+def test_a_platform_that_does_not_start_is_left_out():
+    program = "import traceax as tx; print([each.platform for each in tx.devices()])"
+    command = start(3, "-c", program, JAX_PLATFORMS="cpu,tpu")
+    (output,) = finish(command)
+    assert output.splitlines()[-1] == str(["cpu"] * 3)
+
+
+def test_default_device():
+    device = jax.devices()[0]
+    assert tx.default_device() is None
+    for setting in (device, "cpu"):
+        with jax.default_device(setting):
+            assert tx.default_device() == device
+    assert tx.default_device() is None
+
+
+@pytest.mark.parametrize("devices", [None, "cpu", "list"])
+def test_probe_mesh(devices):
+    devices = jax.devices() if devices == "list" else devices
+    mesh = tx.probe_mesh(devices, axis="p")
+    assert mesh.axis_names == ("p",)
+    assert mesh.axis_types == (AxisType.Auto,)
+    assert list(mesh.devices) == jax.devices()
+    assert tx.probe_mesh(devices).axis_names == ("probes",)
+
+
+def test_probe_mesh_errors():
+    with pytest.raises(ValueError, match="at least one device"):
+        tx.probe_mesh([])
+    with pytest.raises(ValueError, match="'neuron' is not a platform"):
+        tx.probe_mesh("neuron")
+
+
+# --- arguments ---
+
+
+def mesh(*names):
+    devices = np.asarray(jax.devices()[:1]).reshape((1,) * len(names))
+    return Mesh(devices, names)
+
+
+def test_explicit_axes_are_taken_as_auto():
+    explicit = jax.make_mesh((1,), ("probes",), axis_types=(AxisType.Explicit,))
+    assert tx.Sharded(explicit).mesh.axis_types == (AxisType.Auto,)
+    assert tx.Sharded(explicit) == tx.Sharded(tx.probe_mesh(jax.devices()[:1]))
+
+
+def test_mesh_must_be_a_mesh():
+    """In a process without the checks of annotations that `conftest.py` turns on."""
+    program = (
+        "import jax, traceax as tx\n"
+        "for value in (None, 'cpu', jax.devices()):\n"
+        "    try: tx.Sharded(value)\n"
+        "    except TypeError as error: print(error)\n"
+    )
+    (output,) = finish(start(2, "-c", program))
+    assert output.count("`mesh` must be a `jax.sharding.Mesh`. Found ") == 3, output
+    assert "traceax.probe_mesh()" in output
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "message"),
+    [
+        (("probes",), {"axis": "p"}, "`axis` must name an axis.*'p'"),
+        (("x",), {}, "`axis` must name an axis.*'probes'"),
+        (("probes",), {"rows": "rows"}, "`rows` must name an axis.*'rows'"),
+        (("probes", "rows"), {"rows": "probes"}, "another axis than `axis`"),
+        (("probes",), {"block_size": 0}, "`block_size` must be a positive"),
+        (("probes",), {"block_size": True}, "`block_size` must be a positive"),
+    ],
+)
+def test_arguments_are_checked(names, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tx.Sharded(mesh(*names), **arguments)

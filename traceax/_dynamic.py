@@ -1,0 +1,184 @@
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+
+from ._estimator.hutchinson import HutchinsonEstimator
+from ._execution import AbstractExecution, full_precision, Local
+from ._sampler import AbstractSampler, draw_for, RademacherSampler
+from ._solution import failure, RESULTS, Solution
+from ._solve import check_positive
+from ._trace import trace
+from ._vectors import flatten, standard_promotion
+
+
+class DynamicState(eqx.Module):
+    """What [`traceax.DynamicTrace`][] knows: parameters of the operator, its trace with
+    the variance of that, how many updates there were, and the key."""
+
+    parameters: PyTree
+    value: Inexact[Array, ""]
+    variance: Real[Array, ""]
+    count: Int[Array, ""]
+    key: PRNGKeyArray
+
+
+class DynamicTrace(eqx.Module):
+    r"""The trace of an operator that changes slowly, as during training: DeltaShift.
+
+    Each update estimates the trace of a difference, which is small where the operator has
+    changed little, and so needs few products:
+
+    $$T_t = (1 - \gamma)\, T_{t-1} + \frac1m \sum_i
+      \omega_i^* (A_t - (1 - \gamma) A_{t-1})\, \omega_i.$$
+
+    The $\gamma$ that makes the variance least is estimated from the same products:
+    $1 - \gamma = 2 C / (m v_{t-1} + 2 N)$ with $C$, $N$ the means of $\mathrm{Re}\,
+    \langle A_t \omega, A_{t-1} \omega \rangle$ and $\|A_{t-1} \omega\|^2$, and $v$ the
+    variance of $T$. Where the operator jumps, it starts afresh by itself.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        dynamic = tx.DynamicTrace(lx.DiagonalLinearOperator, num_probes=4)
+        first = dynamic.init(jnp.ones(100), key=jax.random.key(0), k=20)
+        second = dynamic.update(first.state, 1.01 * jnp.ones(100))
+        print(second.value, "+-", second.std_err)
+        ```
+
+    Values carry no derivatives. All methods work under `jit`, and `update` in
+    `jax.lax.scan`.
+
+    **Attributes:**
+
+    - `operator`: a function from parameters, a PyTree of arrays, to a square `lineax`
+        operator, such as `lambda p: traceax.hessian(loss, p)`.
+    - `num_probes`: m. An update costs `2 * num_probes` products, m with each operator.
+    - `sampler`: distribution of the probes.
+    - `execution`: where and how many at a time products are made.
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{dharangutte2021dynamic,
+            author    = {Dharangutte, Prathamesh and Musco, Christopher},
+            title     = {Dynamic Trace Estimation},
+            booktitle = {Advances in Neural Information Processing Systems},
+            volume    = {34},
+            year      = {2021},
+        }
+        ```
+    """
+
+    operator: Callable[[PyTree], lx.AbstractLinearOperator]
+    num_probes: int = eqx.field(static=True, default=8)
+    sampler: AbstractSampler = RademacherSampler()
+    execution: AbstractExecution = Local()
+
+    def __check_init__(self):
+        check_positive("num_probes", self.num_probes)
+
+    def init(self, parameters: PyTree, *, key: PRNGKeyArray, k: int) -> Solution:
+        """A first estimate, by Hutchinson's estimator.
+
+        **Arguments:**
+
+        - `parameters`: of the operator.
+        - `key`: a JAX PRNG key, for this and all updates.
+        - `k`: the number of products: 2 or more for an error bar, without which the first
+            update starts afresh; with `k >= n` exact.
+
+        **Returns:**
+
+        A [`traceax.Solution`][], whose `state` the first update takes.
+
+        **Raises:**
+
+        As [`traceax.trace`][].
+        """
+        first, rest = jr.split(key)
+        solution = trace(
+            self.operator(parameters),
+            HutchinsonEstimator(self.sampler),
+            k=k,
+            key=first,
+            execution=self.execution,
+        )
+        solution = jax.lax.stop_gradient(solution)
+        state = DynamicState(
+            parameters=parameters,
+            value=solution.value,
+            variance=solution.std_err**2,
+            count=jnp.zeros((), jnp.int32),
+            key=rest,
+        )
+        return eqx.tree_at(
+            lambda x: x.state, solution, state, is_leaf=lambda x: x is None
+        )
+
+    @eqx.filter_jit
+    def update(self, state: DynamicState, parameters: PyTree) -> Solution:
+        """The trace for new parameters.
+
+        **Arguments:**
+
+        - `state`: of the last solution.
+        - `parameters`: a PyTree like the one before.
+
+        **Returns:**
+
+        A [`traceax.Solution`][] with the next `state`. `std_err` is the root of the
+        variance that the recursion carries. `stats` has `"num_matvecs"`, and `"gamma"`, 0
+        where the last estimate is built upon and 1 where it is thrown away. `result` is
+        `nonfinite_product` where something is not finite.
+        """
+        m = self.num_probes
+        old = flatten(self.operator(state.parameters)).frozen
+        new = flatten(self.operator(parameters)).frozen
+        key = jr.fold_in(state.key, state.count)
+        probes = draw_for(new, self.sampler, key, jnp.arange(m))
+        with standard_promotion(), self.execution.factorising():
+            before, after = (self._apply(each, probes) for each in (old, new))
+            same = jnp.sum(jnp.abs(before) ** 2) / m
+            cross = jnp.sum((before.conj() * after).real) / m
+            known = jnp.isfinite(state.variance)
+            total = m * jnp.where(known, state.variance, 0) + 2 * same
+            keep = jnp.where(known & (total > 0), 2 * cross, 0)
+            keep = jnp.clip(keep / jnp.where(total > 0, total, 1), 0, 1)
+            change = after - keep * before
+            # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
+            variance = 2 * jnp.sum(jnp.abs(change) ** 2) / m**2
+            variance += keep**2 * jnp.where(known, state.variance, 0)
+            value = keep * state.value + jnp.sum(probes.conj() * change) / m
+        value = jax.lax.stop_gradient(value)
+        std_err = jax.lax.stop_gradient(jnp.sqrt(variance))
+        state = DynamicState(parameters, value, std_err**2, state.count + 1, state.key)
+        stats = {"num_matvecs": 2 * m, "gamma": 1 - keep}
+        result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
+        return Solution(value, std_err, result, stats, state)
+
+    def _apply(self, operator, probes):
+        with full_precision(lambda x: self.execution.matmat(operator, x)) as matmat:
+            return matmat(probes)
+
+
+DynamicTrace.__init__.__doc__ = """**Arguments:**
+
+- `operator`: a function of the parameters.
+- `num_probes`: default is 8.
+- `sampler`: default is [`traceax.RademacherSampler`][].
+- `execution`: default is [`traceax.Local`][].
+
+**Raises:**
+
+`ValueError` for `num_probes` below 1.
+"""
