@@ -3,6 +3,8 @@ import os
 
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Nearly all of the time is compilation; without optimisation it takes half.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import equinox.internal as eqxi
 import jax

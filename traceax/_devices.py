@@ -38,6 +38,9 @@ def devices(
             ) from error
     found = []
     with contextlib.suppress(RuntimeError):
+        # Starts them, and fails if one that `JAX_PLATFORMS` names does not start.
+        backends()
+    with contextlib.suppress(RuntimeError):
         for platform in (None, *backends()):
             found += [each for each in jax.devices(platform) if each not in found]
     return found

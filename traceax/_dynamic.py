@@ -36,10 +36,10 @@ class DynamicTrace(eqx.Module):
     $$T_t = (1 - \gamma)\, T_{t-1} + \frac1m \sum_i
       \omega_i^* (A_t - (1 - \gamma) A_{t-1})\, \omega_i.$$
 
-    The $\gamma$ that makes the variance least is estimated from the same products:
-    $1 - \gamma = 2 C / (m v_{t-1} + 2 N)$ with $C$, $N$ the means of $\mathrm{Re}\,
-    \langle A_t \omega, A_{t-1} \omega \rangle$ and $\|A_{t-1} \omega\|^2$, and $v$ the
-    variance of $T$. Where the operator jumps, it starts afresh by itself.
+    The $\gamma$ with the least variance in the long run is estimated from the same
+    products: $1 - \gamma = (1 - \sqrt{1 - \rho^2}) / \rho$ with $\rho = 2 \mathrm{Re}\,
+    \langle A_t, A_{t-1} \rangle / (\|A_t\|_F^2 + \|A_{t-1}\|_F^2)$. Where the operator
+    jumps, it starts afresh by itself.
 
     !!! Example
 
@@ -62,7 +62,7 @@ class DynamicTrace(eqx.Module):
 
     - `operator`: a function from parameters, a PyTree of arrays, to a square `lineax`
         operator, such as `lambda p: traceax.hessian(loss, p)`.
-    - `num_probes`: m. An update costs `2 * num_probes` products, m with each operator.
+    - `num_probes`: m, 2 or more. An update costs `2 * num_probes` products, m with each operator.
     - `sampler`: distribution of the probes.
     - `execution`: where and how many at a time products are made.
 
@@ -85,7 +85,8 @@ class DynamicTrace(eqx.Module):
     execution: AbstractExecution = Local()
 
     def __check_init__(self):
-        check_positive("num_probes", self.num_probes)
+        if check_positive("num_probes", self.num_probes) < 2:
+            raise ValueError("`num_probes` must be at least 2. Found 1.")
 
     def init(self, parameters: PyTree, *, key: PRNGKeyArray, k: int) -> Solution:
         """A first estimate, by Hutchinson's estimator.
@@ -148,23 +149,34 @@ class DynamicTrace(eqx.Module):
         probes = draw_for(new, self.sampler, key, jnp.arange(m))
         with standard_promotion(), self.execution.factorising():
             before, after = (self._apply(each, probes) for each in (old, new))
-            same = jnp.sum(jnp.abs(before) ** 2) / m
-            cross = jnp.sum((before.conj() * after).real) / m
+            # NOTE: the paper takes gamma from the same probes and from the variance
+            # carried along. Both go with the error, and over many updates the bias adds
+            # up. We take the gamma of the steady state, for each half of the probes from
+            # the other half: then T is unbiased.
+            norms = jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0)
+            norms = self._of_others(norms)
+            cross = 2 * self._of_others(jnp.sum((before.conj() * after).real, axis=0))
+            ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)
             known = jnp.isfinite(state.variance)
-            total = m * jnp.where(known, state.variance, 0) + 2 * same
-            keep = jnp.where(known & (total > 0), 2 * cross, 0)
-            keep = jnp.clip(keep / jnp.where(total > 0, total, 1), 0, 1)
+            keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
+            earlier = jnp.where(known, state.variance, 0)
             change = after - keep * before
             # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
             variance = 2 * jnp.sum(jnp.abs(change) ** 2) / m**2
-            variance += keep**2 * jnp.where(known, state.variance, 0)
-            value = keep * state.value + jnp.sum(probes.conj() * change) / m
+            variance += jnp.mean(keep) ** 2 * earlier
+            value = jnp.mean(keep) * state.value + jnp.sum(probes.conj() * change) / m
         value = jax.lax.stop_gradient(value)
         std_err = jax.lax.stop_gradient(jnp.sqrt(variance))
         state = DynamicState(parameters, value, std_err**2, state.count + 1, state.key)
-        stats = {"num_matvecs": 2 * m, "gamma": 1 - keep}
+        stats = {"num_matvecs": 2 * m, "gamma": 1 - jnp.mean(keep)}
         result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
         return Solution(value, std_err, result, stats, state)
+
+    def _of_others(self, x):
+        """For each probe the mean over the half of the probes that it is not in."""
+        half = self.num_probes // 2
+        first, second = jnp.mean(x[:half]), jnp.mean(x[half:])
+        return jnp.where(jnp.arange(self.num_probes) < half, second, first)
 
     def _apply(self, operator, probes):
         with full_precision(lambda x: self.execution.matmat(operator, x)) as matmat:
@@ -180,5 +192,5 @@ DynamicTrace.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `num_probes` below 1.
+`ValueError` for `num_probes` below 2.
 """

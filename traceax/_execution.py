@@ -1,6 +1,7 @@
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -28,7 +29,15 @@ def full_precision(
 
 
 class AbstractExecution(eqx.Module):
-    """Where, and how many at a time, probe vectors meet the operator."""
+    """Where, and how many at a time, probe vectors meet the operator.
+
+    **Attributes:**
+
+    - `can_raise`: whether an error may be raised from inside a compiled program. If not,
+        `throw=True` inside `jit` makes the value NaN instead.
+    """
+
+    can_raise: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
     def map_reduce(
@@ -81,6 +90,7 @@ class Local(AbstractExecution):
 
     block_size: int | None = eqx.field(static=True, default=None)
     host_factorisations: bool = eqx.field(static=True, default=False)
+    can_raise: ClassVar[bool] = True
 
     def __check_init__(self):
         size = self.block_size

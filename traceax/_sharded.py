@@ -1,9 +1,11 @@
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -33,6 +35,39 @@ def _check_auto(operator: FlatOperator) -> None:
             "`jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * "
             "len(names))`."
         )
+
+
+_PLAIN = {"add", "concatenate", "convert_element_type", "dot_general", "mul", "neg"}
+_PLAIN |= {"reshape", "slice", "split", "squeeze", "sub", "transpose"}
+
+
+def _equations(operator: FlatOperator) -> Iterator[JaxprEqn]:
+    """Of the product's jaxpr, and of those inside it."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            for each in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+                if _is_jaxpr(each):
+                    yield from walk(getattr(each, "jaxpr", each))
+
+    vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
+    return walk(jax.make_jaxpr(operator.mv)(vector))
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, ClosedJaxpr | Jaxpr)
+
+
+def _is_plain(equation: JaxprEqn) -> bool:
+    """Whether JAX can check, in an equation that was traced outside of `shard_map`, that
+    what differs between devices is declared so (`check_vma`), and in its derivatives.
+
+    It refuses loops, literals beside vectors, and derivatives of quotients and of sparse
+    products, all of which are right as they are.
+    """
+    literal = any(isinstance(x, Literal) for x in equation.invars)
+    return equation.primitive.name in _PLAIN and not literal
 
 
 class Sharded(AbstractExecution):
@@ -68,6 +103,7 @@ class Sharded(AbstractExecution):
     block_size: int | None = eqx.field(static=True, default=None)
     rows: str | None = eqx.field(static=True, default=None)
     host_factorisations: bool = eqx.field(static=True, default=False)
+    can_raise: ClassVar[bool] = False
 
     def __check_init__(self):
         names = self.mesh.axis_names
@@ -85,8 +121,7 @@ class Sharded(AbstractExecution):
 
     def map_reduce(self, fn, reduce, operator, xs, width=1):
         _check_auto(operator)
-        count = jax.tree.leaves(xs)[0].shape[0]
-        devices = self.mesh.shape[self.axis]
+        count, devices = jax.tree.leaves(xs)[0].shape[0], self.mesh.shape[self.axis]
         padded = -(-count // devices) * devices
         last = jnp.minimum(jnp.arange(padded), count - 1)
         xs = self._gather(xs)
@@ -95,29 +130,63 @@ class Sharded(AbstractExecution):
         if self.rows is not None:
             operator = dataclasses.replace(operator, fn=_ByRows(operator.fn, self.rows))
         arrays, static = eqx.partition(operator, eqx.is_array)
-        typed = self._is_typed(operator)
         local = Local(self.block_size)
 
-        def share(arrays, xs, valid, row):
-            if typed:
+        def share(arrays, xs, valid):
+            outs = local.map(fn, eqx.combine(arrays, static), xs, width)
+            return outs, reduce(jax.lax.stop_gradient(outs), valid)
+
+        valid = jnp.arange(padded) < count
+        equations = list(_equations(operator))
+        if any(each.primitive.name == "linear_solve" for each in equations):
+            outs, parts = self._automatic(share, arrays, xs, valid)
+        else:
+            checked = all(_is_plain(each) for each in equations)
+            outs, parts = self._manual(share, checked, arrays, xs, valid)
+        if padded > count:
+            outs = jax.tree.map(lambda x: x[:count], outs)
+        return outs, parts
+
+    def _manual(
+        self, share: Callable, checked: bool, arrays: PyTree, xs: PyTree, valid: Array
+    ) -> tuple[PyTree, PyTree]:
+        """`share` on each device, and its second result in a table on all of them."""
+        devices, split = self.mesh.shape[self.axis], PartitionSpec(self.axis)
+
+        def one(arrays, xs, valid, row):
+            if checked:
                 # Once and here, or a derivative sums over devices wherever they are used.
                 arrays = jax.lax.pcast(arrays, self.axis, to="varying")
-            outs = local.map(fn, eqx.combine(arrays, static), xs, width)
-            part, unravel = ravel_pytree(reduce(jax.lax.stop_gradient(outs), valid))
+            outs, part = share(arrays, xs, valid)
+            part, unravel = ravel_pytree(part)
             table = jnp.zeros_like(part, shape=(devices, part.size)).at[row].set(part)
             return outs, jax.vmap(unravel)(jax.lax.psum(table, self.axis))
 
-        split = PartitionSpec(self.axis)
-        outs, parts = jax.shard_map(
-            share,
+        return jax.shard_map(
+            one,
             mesh=self.mesh,
             in_specs=(PartitionSpec(), split, split, split),
             out_specs=(split, PartitionSpec()),
             axis_names={self.axis},
-            check_vma=typed,
-        )(arrays, xs, jnp.arange(padded) < count, jnp.arange(devices))
-        if padded > count:
-            outs = jax.tree.map(lambda x: x[:count], outs)
+            check_vma=checked,
+        )(arrays, xs, valid, jnp.arange(devices))
+
+    def _automatic(
+        self, share: Callable, arrays: PyTree, xs: PyTree, valid: Array
+    ) -> tuple[PyTree, PyTree]:
+        """The same by the compiler, from a batch of shares that is split over devices: a
+        `lineax.linear_solve` has no derivative inside `shard_map`."""
+        devices = self.mesh.shape[self.axis]
+        split = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        xs, valid = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(
+                x.reshape(devices, -1, *x.shape[1:]), split
+            ),
+            (xs, valid),
+        )
+        batched = jax.vmap(share, in_axes=(None, 0, 0), spmd_axis_name=self.axis)
+        outs, parts = batched(arrays, xs, valid)
+        outs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs)
         return outs, parts
 
     def map(self, fn, operator, xs, width=1):
@@ -137,34 +206,6 @@ class Sharded(AbstractExecution):
             ),
             xs,
         )
-
-    def _is_typed(self, operator: FlatOperator) -> bool:
-        """Whether JAX can check that what differs between devices is declared so.
-
-        It cannot in a product whose jaxpr, traced outside, has a loop or mixes vectors
-        with constants: such a product is right all the same, and is left unchecked.
-        """
-        arrays, static = eqx.partition(operator, eqx.is_array)
-
-        def product(arrays, vectors):
-            arrays = jax.lax.pcast(arrays, self.axis, to="varying")
-            operator = eqx.combine(arrays, static)
-            return jax.vmap(operator.adjoint_mv)(jax.vmap(operator.mv)(vectors))
-
-        split = PartitionSpec(self.axis)
-        program = jax.shard_map(
-            product,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), split),
-            out_specs=split,
-            axis_names={self.axis},
-        )
-        shape = (self.mesh.shape[self.axis], operator.size)
-        try:
-            jax.eval_shape(program, arrays, jax.ShapeDtypeStruct(shape, operator.dtype))
-        except Exception:  # What matters of it is raised again by the unchecked program.
-            return False
-        return True
 
 
 Sharded.__init__.__doc__ = """**Arguments:**

@@ -171,13 +171,18 @@ def solve(
             "1."
         )
     solution = _run(estimator, operator, k, key, execution)
-    return _raise_if_failed(solution) if throw else solution
+    return _raise_if_failed(solution, execution) if throw else solution
 
 
-def _raise_if_failed(solution: Solution) -> Solution:
+def _raise_if_failed(solution: Solution, execution: AbstractExecution) -> Solution:
     failed = solution.result != RESULTS.successful
-    if isinstance(failed, Tracer) or not failed:
-        return solution.result.error_if(solution, failed)
+    if isinstance(failed, Tracer):
+        if execution.can_raise:
+            return solution.result.error_if(solution, failed)
+        value = jnp.where(failed, jnp.nan, solution.value)
+        return eqx.tree_at(lambda x: x.value, solution, value)
+    if not failed:
+        return solution
     if solution.result == RESULTS.max_matvecs_reached:
         found = (
             f"Reached {solution.value} with a standard error of {solution.std_err} after "
@@ -187,5 +192,8 @@ def _raise_if_failed(solution: Solution) -> Solution:
         smallest, largest = solution.stats["ritz_values"]
         found = f"Found Ritz values from {smallest} to {largest}."
     else:
-        return solution.result.error_if(solution, failed)
-    return eqx.error_if(solution, failed, f"{RESULTS[solution.result]}\n\n{found}")
+        found = ""
+    message = f"{RESULTS[solution.result]}\n\n{found}".strip()
+    # On one device: an error on one of several would leave the others waiting for it.
+    eqx.error_if(jnp.zeros((), bool), jnp.ones((), bool), message)
+    return solution

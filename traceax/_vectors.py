@@ -80,8 +80,7 @@ class FlatOperator(eqx.Module):
         return self.fn(vector)
 
     def adjoint_mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        structure = jax.ShapeDtypeStruct((self.size,), self.dtype)
-        (product,) = jax.linear_transpose(self.fn, structure)(vector.conj())
+        (product,) = jax.linear_transpose(self.fn, vector)(vector.conj())
         return product.conj()
 
 

@@ -87,14 +87,21 @@ def _gram_qr(x: Array) -> tuple[Array, Array]:
     that a singular x is nothing special."""
     q, scale = normalise(x)
     r = scale * jnp.eye(x.shape[1], dtype=x.dtype)
+    lengths = jnp.zeros(x.shape[1], jnp.finfo(x.dtype).dtype)
     for _ in range(4):
-        values, vectors = eigh(jnp.matmul(q.conj().T, q, precision="highest"))
-        floor = jnp.finfo(x.dtype).eps * values[-1]
-        root = jnp.sqrt(jnp.where(values > floor, values, floor))
-        inverse = jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)
-        q = jnp.matmul(q, vectors * inverse, precision="highest")
-        r = root[:, None] * jnp.matmul(vectors.conj().T, r, precision="highest")
-    return jnp.where(jnp.sum(jnp.abs(q) ** 2, axis=0) > 0.5, q, 0), r
+        q, r, lengths = _whiten(q, r)
+    # Of length 1 before the last round, or rounding errors that are not orthogonal.
+    return jnp.where(lengths > 0.5, q, 0), r
+
+
+def _whiten(q: Array, r: Array) -> tuple[Array, Array, Array]:
+    values, vectors = eigh(jnp.matmul(q.conj().T, q, precision="highest"))
+    floor = jnp.finfo(q.dtype).eps * values[-1]
+    root = jnp.sqrt(jnp.where(values > floor, values, floor))
+    inverse = jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)
+    q = jnp.matmul(q, vectors * inverse, precision="highest")
+    r = root[:, None] * jnp.matmul(vectors.conj().T, r, precision="highest")
+    return q, r, values
 
 
 def thin_svd(

@@ -108,7 +108,7 @@ def lanczos_form(
         if lower_bound is not None:
             end = jnp.minimum(jnp.asarray(lower_bound, end.dtype), nodes[0])
         others, weights = ritz(*radau(run.alpha, run.beta, end))
-        values = function(jnp.maximum(others, end))
+        values = function(jnp.maximum(others.at[0].set(end), end))
         other = square * jnp.sum(weights[0] ** 2 * values)
         bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
@@ -148,7 +148,8 @@ def golub_kahan_form(
         end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
     end = end**2
     squares, vectors = ritz(*radau(alpha, diagonal * above, end))
-    logs = jnp.log(jnp.maximum(squares, end)) / 2 + jnp.log(unit_of)
+    squares = jnp.maximum(squares.at[0].set(end), end)
+    logs = jnp.log(squares) / 2 + jnp.log(unit_of)
     other = square * jnp.sum(vectors[0] ** 2 * logs)
     bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
