@@ -78,11 +78,16 @@ def test_drift_is_followed():
     assert jnp.all((gamma >= 0) & (gamma <= 1))
     assert jnp.median(gamma) < 0.2
 
+    # Four products for each step.
+    few = tx.DynamicTrace(plain, num_probes=2)
+    value, std_err, _ = many(parameters, dynamic=few, k=N - 2)
+    error = rms(value - exact)
+    assert 0.8 < rms(std_err)[-1] / error[-1] < 2
     estimator = tx.HutchinsonEstimator()
     keys = jr.split(jr.key(1), KEYS)
     operator = plain(parameters[-1])
     fresh = jax.jit(
-        jax.vmap(lambda key: tx.trace(operator, estimator, k=16, key=key).value)
+        jax.vmap(lambda key: tx.trace(operator, estimator, k=4, key=key).value)
     )(keys)
     assert 2 * error[-1] < rms(fresh - exact[-1])
 
@@ -109,8 +114,7 @@ def test_jump_starts_afresh():
     exact = jnp.trace(parameters[1:], axis1=1, axis2=2)
     value, std_err, gamma = many(parameters)
     assert jnp.min(gamma[:, 2]) > 0.9
-    # A fresh estimate and three updates: a quarter of the weight on each.
-    assert jnp.abs(jnp.median(gamma[:, 5]) - 0.25) < 0.1
+    assert jnp.median(gamma[:, 5]) < 0.2
     for t in range(6):
         assert z_score(value[:, t], exact[t]) < 5
     ratio = rms(std_err) / rms(value - exact)
@@ -273,10 +277,10 @@ def test_products_are_counted():
 
 
 def test_settings():
-    """Another sampler; one probe; a block of products at a time."""
-    dynamic = tx.DynamicTrace(plain, num_probes=1, sampler=tx.NormalSampler())
+    """Another sampler; an odd number of probes; a block of products at a time."""
+    dynamic = tx.DynamicTrace(plain, num_probes=3, sampler=tx.NormalSampler())
     first = dynamic.init(BASE, key=jr.key(13), k=10)
-    assert dynamic.update(first.state, drifting(1.0)).stats["num_matvecs"] == 2
+    assert dynamic.update(first.state, drifting(1.0)).stats["num_matvecs"] == 6
     blocks = tx.DynamicTrace(plain, num_probes=8, execution=tx.Local(3))
     state = DYNAMIC.init(BASE, key=jr.key(13), k=10).state
     found = [each.update(state, drifting(1.0)).value for each in (DYNAMIC, blocks)]
@@ -305,9 +309,9 @@ def test_nonfinite_operator():
     assert finite == (after.result == tx.RESULTS.successful)
 
 
-@pytest.mark.parametrize("num_probes", [0, -1])
+@pytest.mark.parametrize("num_probes", [1, 0, -1])
 def test_too_few_probes(num_probes):
-    with pytest.raises(ValueError, match="`num_probes` must be at least 1"):
+    with pytest.raises(ValueError, match="`num_probes` must be at least"):
         tx.DynamicTrace(plain, num_probes=num_probes)
 
 

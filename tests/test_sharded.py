@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -192,3 +195,21 @@ def test_mesh_must_be_a_mesh():
 def test_arguments_are_checked(names, arguments, message):
     with pytest.raises(ValueError, match=message):
         tx.Sharded(mesh(*names), **arguments)
+
+
+def test_failures_inside_jit_are_nan():
+    """A program on several devices must not raise: see "Scaling out"."""
+    execution = tx.Sharded(tx.probe_mesh(jax.devices()[:1]))
+
+    def trace(matrix):
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        estimator, key = tx.XNysTraceEstimator(), jax.random.key(0)
+        return tx.trace(operator, estimator, k=8, key=key, execution=execution)
+
+    eye = jnp.eye(20)
+    assert jnp.allclose(jax.jit(trace)(eye).value, 20)
+    failed = jax.jit(trace)(-eye)
+    assert jnp.isnan(failed.value)
+    assert failed.result == tx.RESULTS.not_semidefinite
+    with pytest.raises(eqx.EquinoxRuntimeError, match="wrong sign"):
+        trace(-eye)

@@ -62,7 +62,8 @@ class DynamicTrace(eqx.Module):
 
     - `operator`: a function from parameters, a PyTree of arrays, to a square `lineax`
         operator, such as `lambda p: traceax.hessian(loss, p)`.
-    - `num_probes`: m, 2 or more. An update costs `2 * num_probes` products, m with each operator.
+    - `num_probes`: m, 2 or more. An update costs `2 * num_probes` products, m with each
+        operator.
     - `sampler`: distribution of the probes.
     - `execution`: where and how many at a time products are made.
 

@@ -127,8 +127,10 @@ class Sharded(AbstractExecution):
         xs = self._gather(xs)
         if padded > count:
             xs = jax.tree.map(lambda x: x[last], xs)
+        equations = list(_equations(operator))
         if self.rows is not None:
-            operator = dataclasses.replace(operator, fn=_ByRows(operator.fn, self.rows))
+            by_rows = _ByRows(operator.fn, self.mesh, self.rows)
+            operator = dataclasses.replace(operator, fn=by_rows)
         arrays, static = eqx.partition(operator, eqx.is_array)
         local = Local(self.block_size)
 
@@ -137,7 +139,6 @@ class Sharded(AbstractExecution):
             return outs, reduce(jax.lax.stop_gradient(outs), valid)
 
         valid = jnp.arange(padded) < count
-        equations = list(_equations(operator))
         if any(each.primitive.name == "linear_solve" for each in equations):
             outs, parts = self._automatic(share, arrays, xs, valid)
         else:
@@ -228,9 +229,13 @@ class _ByRows(eqx.Module):
     """A product whose vectors are split over a mesh axis."""
 
     fn: Callable[[Array], Array]
+    mesh: Mesh = eqx.field(static=True)
     axis: str = eqx.field(static=True)
 
     def __call__(self, vector: Array) -> Array:
-        split = NamedSharding(get_abstract_mesh(), PartitionSpec(self.axis))
+        # Inside `shard_map` it is another mesh, with the axis of the probes taken out.
+        inside = get_abstract_mesh()
+        mesh = self.mesh if inside.empty else inside
+        split = NamedSharding(mesh, PartitionSpec(self.axis))
         vector = jax.lax.with_sharding_constraint(vector, split)
         return jax.lax.with_sharding_constraint(self.fn(vector), split)
