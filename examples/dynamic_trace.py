@@ -30,9 +30,9 @@ NUM_STEPS, EVERY, PROBES = 200, 20, (2, 4, 8, 16)
 
 
 def make_problem(key):
-    digits = load_digits()
-    images = jnp.asarray(digits.data[:500] / 16, jnp.float32)
-    labels = jnp.asarray(digits.target[:500])
+    data, target = load_digits(return_X_y=True)
+    images = jnp.asarray(data[:500] / 16, jnp.float32)
+    labels = jnp.asarray(target[:500])
     network = eqx.nn.MLP(64, 10, 8, 1, jax.nn.tanh, key=key)
     parameters, static = eqx.partition(network, eqx.is_inexact_array)
 

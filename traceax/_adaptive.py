@@ -148,7 +148,7 @@ def largest_budget(k: int | Adaptive) -> int:
 
 def student_quantile(confidence: float, freedom: Real[Array, ""]) -> Real[Array, ""]:
     """The t for which `|T| < t` with the given probability. Abramowitz and Stegun,
-    Handbook of Mathematical Functions, 1964, 26.7.5; relative error below 1e-3 from 3
+    Handbook of Mathematical Functions, 1964, 26.7.5; relative error below 2e-3 from 3
     degrees of freedom on at 95%."""
     z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
     terms = (

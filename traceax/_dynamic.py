@@ -9,6 +9,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
+from ._kernel.dense import normalise
 from ._sampler import AbstractSampler, draw_for, RademacherSampler
 from ._solution import failure, RESULTS, Solution
 from ._solve import check_positive
@@ -18,11 +19,11 @@ from ._vectors import flatten, standard_promotion
 
 class DynamicState(eqx.Module):
     """What [`traceax.DynamicTrace`][] knows: parameters of the operator, its trace with
-    the variance of that, how many updates there were, and the key."""
+    the standard error of that, how many updates there were, and the key."""
 
     parameters: PyTree
     value: Inexact[Array, ""]
-    variance: Real[Array, ""]
+    std_err: Real[Array, ""]
     count: Int[Array, ""]
     key: PRNGKeyArray
 
@@ -119,7 +120,7 @@ class DynamicTrace(eqx.Module):
         state = DynamicState(
             parameters=parameters,
             value=solution.value,
-            variance=solution.std_err**2,
+            std_err=solution.std_err,
             count=jnp.zeros((), jnp.int32),
             key=rest,
         )
@@ -138,10 +139,10 @@ class DynamicTrace(eqx.Module):
 
         **Returns:**
 
-        A [`traceax.Solution`][] with the next `state`. `std_err` is the root of the
-        variance that the recursion carries. `stats` has `"num_matvecs"`, and `"gamma"`, 0
-        where the last estimate is built upon and 1 where it is thrown away. `result` is
-        `nonfinite_product` where something is not finite.
+        A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
+        the value. `stats` has `"num_matvecs"`, and `"gamma"`, 0 where the last estimate
+        is built upon and 1 where it is thrown away. `result` is `nonfinite_product`
+        where something is not finite.
         """
         m = self.num_probes
         old = flatten(self.operator(state.parameters)).frozen
@@ -149,7 +150,9 @@ class DynamicTrace(eqx.Module):
         key = jr.fold_in(state.key, state.count)
         probes = draw_for(new, self.sampler, key, jnp.arange(m))
         with standard_promotion(), self.execution.factorising():
-            before, after = (self._apply(each, probes) for each in (old, new))
+            products = [self._apply(each, probes) for each in (old, new)]
+            products, scale = normalise(jnp.concatenate(products, axis=1))
+            before, after = jnp.split(products, 2, axis=1)
             # NOTE: the paper takes gamma from the same probes and from the variance
             # carried along. Both go with the error, and over many updates the bias adds
             # up. We take the gamma of the steady state, for each half of the probes from
@@ -158,18 +161,18 @@ class DynamicTrace(eqx.Module):
             norms = self._of_others(norms)
             cross = 2 * self._of_others(jnp.sum((before.conj() * after).real, axis=0))
             ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)
-            known = jnp.isfinite(state.variance)
+            known = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
             keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
-            earlier = jnp.where(known, state.variance, 0)
+            kept = jnp.mean(keep)
             change = after - keep * before
             # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
-            variance = 2 * jnp.sum(jnp.abs(change) ** 2) / m**2
-            variance += jnp.mean(keep) ** 2 * earlier
-            value = jnp.mean(keep) * state.value + jnp.sum(probes.conj() * change) / m
-        value = jax.lax.stop_gradient(value)
-        std_err = jax.lax.stop_gradient(jnp.sqrt(variance))
-        state = DynamicState(parameters, value, std_err**2, state.count + 1, state.key)
-        stats = {"num_matvecs": 2 * m, "gamma": 1 - jnp.mean(keep)}
+            sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
+            std_err = jnp.hypot(kept * jnp.where(known, state.std_err, 0), sampled)
+            value = scale * jnp.sum(probes.conj() * change) / m
+            value = kept * jnp.where(known, state.value, 0) + value
+        value, std_err = jax.lax.stop_gradient((value, std_err))
+        state = DynamicState(parameters, value, std_err, state.count + 1, state.key)
+        stats = {"num_matvecs": 2 * m, "gamma": 1 - kept}
         result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
         return Solution(value, std_err, result, stats, state)
 

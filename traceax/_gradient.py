@@ -17,6 +17,7 @@ decides about second derivatives, so it is not an array but a function of the op
 """
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -135,16 +136,25 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
     return out, tangent
 
 
-@jax.custom_jvp
-def attach_derivative(value: Array, surrogate: Array) -> Array:
-    """`value`, with the derivatives of `surrogate` besides those it has. Without a
-    derivative, the surrogate is not computed."""
+def attach_derivative(value: Array, surrogate: Callable[[], Array]) -> Array:
+    """`value`, with the derivatives of `surrogate()` in what that closes over, besides
+    its own. Without a derivative the surrogate is traced, but not run."""
+    return _lend(value, eqx.filter_closure_convert(surrogate))
+
+
+@eqx.filter_custom_jvp
+def _lend(value: Array, surrogate: Callable[[], Array]) -> Array:
     return value
 
 
-@attach_derivative.defjvp
-def _attach_derivative_rule(primals, tangents) -> Any:
-    return attach_derivative(*primals), tangents[0] + tangents[1]
+@_lend.def_jvp
+def _lend_rule(primals, tangents) -> Any:
+    out, tangent = _lend(*primals), tangents[0]
+    if any(t is not None for t in jax.tree.leaves(tangents[1])):
+        _, along = eqx.filter_jvp(lambda fn: fn(), primals[1:], tangents[1:])
+        along = along.astype(out.dtype)
+        tangent = along if tangent is None else tangent + along
+    return out, tangent
 
 
 @eqx.filter_checkpoint

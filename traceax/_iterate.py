@@ -61,10 +61,11 @@ def iterate(
         rounds = rounds + 1
         seen = look(state, rounds)
         spent = (rounds * adaptive.round_size).astype(history.dtype)
-        row = jnp.stack([spent, seen.value.real, seen.std_err])
-        history = history.at[rounds - 1].set(row)
+        value = seen.value.real + adaptive.offset.astype(history.dtype)
+        history = history.at[rounds - 1].set(jnp.stack([spent, value, seen.std_err]))
         way = adaptive.excess(seen.value, seen.std_err, seen.count)
-        share = jnp.maximum(rounds / num_rounds, 1 / jnp.maximum(way, 1) ** 2)
+        share = jnp.minimum(1 / way**2, seen.count / adaptive.min_samples)
+        share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
         return rounds, state, seen, history, adaptive.progress.step(meter, share)
 
     meter = adaptive.progress.init()
@@ -74,7 +75,7 @@ def iterate(
     done = adaptive.satisfied(seen.value, seen.std_err, seen.count)
     return Ended(
         rounds=rounds,
-        result=failure(~done, RESULTS.max_matvecs_reached),
+        result=failure(~done & jnp.isfinite(seen.value), RESULTS.max_matvecs_reached),
         state=(rounds, state),
         extra={"history": history} if adaptive.history else {},
     )
@@ -121,12 +122,12 @@ def sum_over_rounds(
 
 class Streamed(eqx.Module):
     """Independent samples: their moments first in `summary`, and `others` beside them.
-    `mean` has the mean's derivatives, and not always its value."""
+    `mean` is a function whose result has the derivatives of the mean."""
 
     samples: Inexact[Array, " m"]
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
-    mean: Inexact[Array, ""]
+    mean: Callable[[], Inexact[Array, ""]]
     count: Int[Array, ""] | int
     ended: Ended
 
@@ -145,7 +146,8 @@ def stream(
     if not isinstance(k, Adaptive):
         outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
         samples, others = outs
-        return Streamed(samples, others, merge(parts), jnp.mean(samples), k, Ended())
+        summary, mean = merge(parts), lambda: jnp.mean(samples)
+        return Streamed(samples, others, summary, mean, k, Ended())
 
     size, num_rounds = k.round_size, k.num_rounds
 
@@ -181,15 +183,13 @@ def stream(
     )
     ended = iterate(k, step, look, (kept, none))
     (samples, others), summary = ended.state[1]
-    indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
-    total = sum_over_rounds(
-        lambda operator, i: fn(operator, i)[0],
-        operator,
-        indices,
-        ended.rounds,
-        execution,
-        width,
-    )
     count = ended.rounds * size
-    mean = total / jnp.maximum(count, 1).astype(total.dtype)
+
+    def mean():
+        indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
+        sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
+        rounds = ended.rounds
+        total = sum_over_rounds(sample, operator, indices, rounds, execution, width)
+        return total / jnp.maximum(count, 1).astype(total.dtype)
+
     return Streamed(samples, others, summary, mean, count, ended)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
-from ._adaptive import Adaptive
+from ._adaptive import Adaptive, largest_budget
 from ._execution import AbstractExecution, Local
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.exact import exact_log_abs_det, exact_trace_of_function
@@ -64,10 +64,15 @@ class _LogDet(AbstractFunctionTask):
         if isinstance(k, Adaptive):
             settings["k"] = dataclasses.replace(k, offset=outer.logdet)
         estimate = estimator.run(inside, Log(), self.gradient, **settings)
-        value = estimate.value
-        if not isinstance(k, Adaptive):
-            probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(k))
-            value = outer.control(flat, value, probes, execution)
+        count = largest_budget(k)
+        probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(count))
+        if isinstance(k, Adaptive):
+            # Those that were used, as if they were as many as there could be.
+            used = estimate.num_matvecs // num_steps
+            share = jnp.maximum(used, 1).astype(probes.dtype) / count
+            weight = 1 / jnp.sqrt(share)
+            probes = jnp.where(jnp.arange(count) < used, weight * probes, 0)
+        value = outer.control(flat, estimate.value, probes, execution)
         shifted = {
             name: estimate.extra[name] + outer.logdet
             for name in ("bracket", "sample_brackets")

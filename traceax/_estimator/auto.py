@@ -2,7 +2,7 @@ from typing import ClassVar
 
 import lineax as lx
 
-from .._adaptive import largest_budget
+from .._adaptive import Adaptive
 from .._operator.diagonal import diagonal_cost
 from .._solve import check_operator, check_positive
 from .base import AbstractTraceEstimator
@@ -56,7 +56,8 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     min_matvecs: ClassVar[int] = 1
 
     def run(self, operator, k, key, execution):
-        chosen = select_trace_estimator(operator, largest_budget(k))
+        budget = k.round_size if isinstance(k, Adaptive) else k
+        chosen = select_trace_estimator(operator, budget)
         return chosen.run(operator, k, key, execution)
 
 

@@ -181,8 +181,10 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         if isinstance(k, Adaptive):
             shape = (k.num_rounds, -1, flat.size)
             columns = tuple(x.T.reshape(shape) for x in sketch.frame)
-            total = sum_over_rounds(form, flat, columns, ended.rounds, execution)
-            value = attach_derivative(value, total.astype(value.dtype))
+            value = attach_derivative(
+                value,
+                lambda: sum_over_rounds(form, flat, columns, ended.rounds, execution),
+            )
         else:
             value = attach(flat, value, Frame(*sketch.frame), execution=execution)
         not_semidefinite = ~jnp.asarray(sketch.semidefinite)
@@ -195,7 +197,8 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             result=first_failure(
                 failure(not_semidefinite, RESULTS.not_semidefinite), ended.result
             ),
-            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | ended.extra,
+            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra)
+            | jax.tree.map(lambda x: x.at[:, 1].multiply(sign), ended.extra),
             state=ended.state,
         )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._kernel.dense import qr
-from .._kernel.growth import extend, put, put_rows, remove
+from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
 from .base import AbstractGrowingEstimator, by_round, Sketch
@@ -72,9 +72,10 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             forms=jnp.zeros(m, dtype),
             trace=jnp.zeros((), dtype),
             size=jnp.zeros((), real),
+            scale=jnp.ones((), real),
             pilot=jnp.zeros((), dtype),
             blocks=jnp.zeros((), jnp.int32),
-            deflating=jnp.ones((), bool),
+            deflating=jnp.full((), k.num_rounds > 1),
         )
 
     def grow(self, matmat, probes, state, rounds, eps, k):
@@ -82,10 +83,10 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
         def deflate(state):
             chosen = probes[:, :b]
-            products = matmat(chosen)
+            products, scale = rescale(matmat(chosen), state.scale, state.blocks)
             size = jnp.maximum(state.size, jnp.linalg.norm(products))
             block = extend(state.basis, products, state.blocks, eps, size).block
-            images = matmat(block)
+            images = matmat(block) / scale
             basis = put(state.basis, block, state.blocks)
             _, inside = remove(basis, images, state.blocks + 1, b)
             # How much ||(I - QQ*) A (I - QQ*)||_F^2 falls by this block, for Hermitian A.
@@ -95,13 +96,14 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
             value = pilot / (state.blocks + 1)
             # As many probes less, at a variance of twice that norm, against its products.
-            saved = 2 * gain * (k.quantile() / k.tolerance(value)) ** 2
+            saved = 2 * gain * (k.quantile() * scale / k.tolerance(scale * value)) ** 2
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(
                 state,
                 basis=basis,
                 trace=state.trace + jnp.sum(block.conj() * images),
                 size=size,
+                scale=scale,
                 pilot=pilot,
                 blocks=state.blocks + 1,
                 deflating=(saved > 2 * b) & room,
@@ -109,7 +111,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
         def sample(state):
             rest, _ = remove(state.basis, probes, state.blocks, b)
-            forms = jnp.sum(rest.conj() * matmat(rest), axis=0)
+            forms = jnp.sum(rest.conj() * matmat(rest), axis=0) / state.scale
             return dataclasses.replace(
                 state,
                 rest=put(state.rest, rest, rounds),
@@ -130,19 +132,21 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             Moments.of(samples, valid).std_err(),
             by_round(left, right, k.num_rounds),
             num_matvecs=rounds * size,
+            scale=state.scale,
             valid=valid,
         )
 
 
 class _State(eqx.Module):
     """`blocks` blocks of an orthonormal basis Q, and after them in order of the rounds
-    projected probes and their forms. `trace` is tr(Q* A Q)."""
+    projected probes and their forms. `trace` is tr(Q* A Q). In units of `scale`."""
 
     basis: Inexact[Array, "n p"]
     rest: Inexact[Array, "n m"]
     forms: Inexact[Array, " m"]
     trace: Inexact[Array, ""]
     size: Real[Array, ""]  # of the products, for the rank
+    scale: Real[Array, ""]
     pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimate from each
     blocks: Int[Array, ""]
     deflating: Bool[Array, ""]

@@ -89,8 +89,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        line = jnp.zeros(m, dtype)
-        small = _Small(square, square, square, square, line, line.astype(real))
+        lines = jnp.zeros(m, dtype), jnp.zeros(m, real)
+        small = _Small(square, square, square, square, *lines)
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(self, matmat, probes, state, rounds, eps, k):

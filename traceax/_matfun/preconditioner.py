@@ -121,7 +121,7 @@ class Preconditioner(eqx.Module):
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
         right = jnp.concatenate([self.basis, direction], axis=1)
         slope = jax.lax.stop_gradient(slope)
-        value = attach_derivative(value, slope * self.shift)
+        value = attach_derivative(value, lambda: slope * self.shift)
         frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
 
