@@ -71,6 +71,13 @@ def test_every_kind_of_operator(part):
     run(4, "operators.py", part)
 
 
+@pytest.mark.parametrize(
+    "part", ["answers", "logdets", "disagreement", "inner_loop", "one_collective"]
+)
+def test_stopping(part):
+    run(4, "stopping.py", part)
+
+
 def test_collectives():
     run(4, "collectives.py")
 
