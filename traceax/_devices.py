@@ -29,13 +29,7 @@ def devices(
     `ValueError` if there is no such backend, or it does not start.
     """
     if backend is not None:
-        try:
-            return jax.devices(backend)
-        except RuntimeError as error:
-            raise ValueError(
-                f"`backend` {backend!r} has no devices here. Found "
-                f"{sorted({each.platform for each in devices()})}. JAX says: {error}"
-            ) from error
+        return _started("backend", backend)
     found = []
     with contextlib.suppress(RuntimeError):
         # Starts them, and fails if one that `JAX_PLATFORMS` names does not start.
@@ -44,6 +38,17 @@ def devices(
         for platform in (None, *backends()):
             found += [each for each in jax.devices(platform) if each not in found]
     return found
+
+
+def _started(argument: str, platform: str | None) -> list[Any]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        found = sorted({each.platform for each in devices()})
+        raise ValueError(
+            f"`{argument}` must be a platform that starts here. Found {platform!r}, and "
+            f"the platforms {found}. JAX says: {error}"
+        ) from error
 
 
 def default_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
@@ -85,13 +90,7 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
     `ValueError` if there are no such devices.
     """
     if devices is None or isinstance(devices, str):
-        try:
-            devices = jax.devices(devices)
-        except RuntimeError as error:
-            raise ValueError(
-                f"`devices` {devices!r} is not a platform that starts here. JAX says: "
-                f"{error}"
-            ) from error
+        devices = _started("devices", devices)
     if len(devices) == 0:
         raise ValueError("`devices` must have at least one device. Found none.")
     return Mesh(np.asarray(devices), (axis,), (AxisType.Auto,))

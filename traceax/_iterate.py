@@ -103,7 +103,7 @@ def sum_over_rounds(
 ) -> Inexact[Array, ""]:
     """The sum of `fn(operator, x)` over the x of rounds that were made. Unlike the loop
     that made them, it has a derivative, which costs no product beyond those rounds."""
-    total = jax.tree.leaves(xs)[0].shape[0]
+    num_rounds = jax.tree.leaves(xs)[0].shape[0]
     first = jax.tree.map(lambda x: x[0, 0], xs)
     shape = eqx.filter_eval_shape(fn, operator, first)
 
@@ -117,7 +117,7 @@ def sum_over_rounds(
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 
     start = jnp.zeros(shape.shape, shape.dtype)
-    return jax.lax.scan(one, start, (jnp.arange(total), xs))[0]
+    return jax.lax.scan(one, start, (jnp.arange(num_rounds), xs))[0]
 
 
 class Streamed(eqx.Module):

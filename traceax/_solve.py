@@ -195,5 +195,7 @@ def _raise_if_failed(solution: Solution, execution: AbstractExecution) -> Soluti
         found = ""
     message = f"{RESULTS[solution.result]}\n\n{found}".strip()
     # On one device: an error on one of several would leave the others waiting for it.
-    eqx.error_if(jnp.zeros((), bool), jnp.ones((), bool), message)
-    return solution
+    # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
+    zero = jnp.zeros((), solution.value.dtype)
+    value = solution.value + eqx.error_if(zero, jnp.ones((), bool), message)
+    return eqx.tree_at(lambda x: x.value, solution, value)
