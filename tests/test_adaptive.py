@@ -26,7 +26,10 @@ KEY = jr.key(20261121)
 N, SIZE, MAX = 40, 8, 32
 HUTCHINSON, HUTCHPP = tx.HutchinsonEstimator(), tx.HutchPlusPlusEstimator()
 XTRACE, XNYS, SLQ = tx.XTraceEstimator(), tx.XNysTraceEstimator(), tx.SLQEstimator()
-TRACES = [HUTCHINSON, HUTCHPP, XTRACE, XNYS]
+NYSTROMPP = tx.NystromPlusPlusEstimator()
+TRACES = [HUTCHINSON, HUTCHPP, NYSTROMPP, XTRACE, XNYS]
+SEMIDEFINITE = (tx.XNysTraceEstimator, tx.NystromPlusPlusEstimator)
+PLANNING = (tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator)
 PREDICTABLE = [HUTCHINSON, XTRACE, XNYS, SLQ]
 EVERY = pytest.mark.parametrize("estimator", TRACES, ids=lambda e: e.name)
 ALL = pytest.mark.parametrize("estimator", [*TRACES, SLQ], ids=lambda e: name(e))
@@ -83,6 +86,34 @@ def quantile(count, confidence=0.95):
 
 
 # --- the same as a fixed budget ---
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex128], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rank", [N, 3])
+def test_nystrompp_by_its_definition(dtype, rank):
+    """tr(A_hat) + w* (A - A_hat) w, A_hat from the probes of the deflating rounds."""
+    phases = jnp.exp(1j * jnp.arange(N)) if dtype == jnp.complex128 else jnp.ones(N)
+    matrix = phases[:, None] * (DECAY if rank == N else LOW) * phases.conj()
+    sampler = tx.NormalSampler()
+    solution = run(
+        matrix.astype(dtype),
+        tx.NystromPlusPlusEstimator(sampler),
+        budget(rtol=1e-2, max_k=N - SIZE),
+    )
+    samples = solution.stats["samples"]
+    deflated = int(jnp.argmax(jnp.isfinite(samples)))
+    assert 0 < deflated < N // 2
+    made = int(solution.stats["num_matvecs"])
+    probes = jax.vmap(lambda i: sampler.sample(jr.fold_in(KEY, i), N, dtype))
+    probes = probes(jnp.arange(made)).T.astype(jnp.complex128)
+    basis, rest = probes[:, :deflated], probes[:, deflated:]
+    core = jnp.linalg.pinv(basis.conj().T @ matrix @ basis, rtol=1e-10, hermitian=True)
+    approximation = matrix @ basis @ core @ basis.conj().T @ matrix
+    forms = jnp.sum(rest.conj() * ((matrix - approximation) @ rest), axis=0)
+    expected = jnp.trace(approximation) + forms
+    tolerance = 300 * eps(solution.value) * jnp.trace(matrix).real
+    assert jnp.max(jnp.abs(samples[deflated:made] - expected)) <= tolerance
+    assert jnp.abs(solution.value - jnp.mean(expected)) <= tolerance
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex128], ids=lambda d: d.__name__)
@@ -197,7 +228,7 @@ def test_stops_at_the_first_round_that_is_good_enough(estimator):
         assert as_fixed(solution, estimator) == SIZE * made
         assert jnp.allclose(history[made - 1, 1], solution.value, rtol=1e-12)
         assert jnp.allclose(history[made - 1, 2], solution.std_err, rtol=1e-9)
-        if estimator is HUTCHPP:
+        if isinstance(estimator, PLANNING):
             continue  # the number of its samples is its own affair
         good = []
         for i in range(made):
@@ -340,14 +371,15 @@ def test_resume_with_more_budget(estimator):
         assert solution.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 
-def test_resume_of_hutchpp():
+@pytest.mark.parametrize("estimator", [HUTCHPP, NYSTROMPP], ids=name)
+def test_resume_of_what_plans(estimator):
     """It plans for the tolerance: what was deflated for a looser one is kept."""
     settings = {"max_k": N - SIZE, "min_samples": 4}
-    first = run(DECAY, HUTCHPP, budget(rtol=0.2, **settings))
+    first = run(DECAY, estimator, budget(rtol=0.2, **settings))
     assert succeeded(first)
-    solution = run(DECAY, HUTCHPP, budget(rtol=1e-9, state=first.state, **settings))
+    solution = run(DECAY, estimator, budget(rtol=1e-9, state=first.state, **settings))
     assert solution.stats["num_matvecs"] == N - SIZE
-    exact = run(DECAY, HUTCHPP, N).value
+    exact = run(DECAY, estimator, N).value
     assert jnp.abs(solution.value - exact) < 5 * solution.std_err
 
 
@@ -473,6 +505,28 @@ def test_progress_meter_of_a_batch(capsys):
     assert shown(capsys) == [0, 25, 50, 75, 100]
 
 
+@ALL
+def test_callback(estimator):
+    """Once a round, with what history has; of a negative semidefinite operator too."""
+    seen = []
+    k = budget(rtol=1e-6, history=True, callback=lambda *x: seen.append(x))
+    matrix, tags = (-DECAY, NSD) if isinstance(estimator, SEMIDEFINITE) else (DECAY, PSD)
+    solution = jax.jit(lambda x: run(x, estimator, k, tags=tags))(matrix)
+    jax.effects_barrier()
+    history = solution.stats["history"]
+    assert len(history) == len(seen) == MAX // SIZE
+    assert np.allclose(np.array(seen, float), history, rtol=1e-12, equal_nan=True)
+
+
+def test_callback_and_gradient():
+    seen = []
+    k = budget(rtol=1e-6, callback=lambda *x: seen.append(x))
+    plain = slope(of_trace(XTRACE, budget(rtol=1e-6)))[0]
+    assert slope(of_trace(XTRACE, k))[0] == plain
+    jax.effects_barrier()
+    assert len(seen) == MAX // SIZE
+
+
 def test_no_history_unless_asked():
     assert "history" not in run(DECAY, HUTCHINSON, budget(rtol=0.1)).stats
 
@@ -526,7 +580,7 @@ def test_gradient(estimator):
     found, made = slope(of_trace(estimator, budget(rtol=0.08)))
     exact = jnp.cos(0.3) * jnp.trace(SLOPE) + 0.6 * jnp.trace(FLAT)
     assert jnp.allclose(found, exact, rtol=0.3)
-    if estimator is not HUTCHPP:
+    if not isinstance(estimator, PLANNING):
         assert SIZE < made < MAX
         expected, _ = slope(of_trace(estimator, int(made)))
         assert jnp.allclose(found, expected, rtol=1e-10)
@@ -735,7 +789,10 @@ def test_nonfinite_operator(estimator):
     bad = DECAY.at[0, 0].set(jnp.nan)
     solution = run(bad, estimator, budget(rtol=0.05))
     assert solution.result == tx.RESULTS.nonfinite_product
-    assert as_fixed(solution, estimator) <= (2 if estimator is HUTCHPP else 1) * SIZE
+    assert (
+        as_fixed(solution, estimator)
+        <= (2 if isinstance(estimator, PLANNING) else 1) * SIZE
+    )
     with pytest.raises(RuntimeError, match="not finite"):
         run(bad, estimator, budget(rtol=0.05), throw=True)
 
@@ -838,10 +895,24 @@ def test_auto_estimator_stops_early_with_a_large_budget():
     assert solution.stats["num_matvecs"] < N
 
 
+class OneBlock(tx.AbstractSketchEstimator):
+    """Hutch++ as somebody else might write it, without rounds."""
+
+    sampler: tx.AbstractSampler = tx.RademacherSampler()
+    min_matvecs = 3
+    semidefinite = False
+
+    def num_probes(self, k):
+        return HUTCHPP.num_probes(k)
+
+    def sketch(self, matmat, probes, k, eps):
+        return HUTCHPP.sketch(matmat, probes, k, eps)
+
+
 @pytest.mark.parametrize(
     "call",
     [
-        lambda k: run(DECAY, tx.NystromPlusPlusEstimator(), k),
+        lambda k: run(DECAY, OneBlock(), k),
         lambda k: tx.logdet(
             lx.MatrixLinearOperator(FLAT, PSD),
             tx.KrylovAwareEstimator(),
@@ -850,7 +921,7 @@ def test_auto_estimator_stops_early_with_a_large_budget():
             key=KEY,
         ),
     ],
-    ids=["NystromPlusPlus", "KrylovAware"],
+    ids=["OneBlock", "KrylovAware"],
 )
 def test_estimators_without_rounds(call):
     with pytest.raises(ValueError, match="needs a fixed budget") as caught:

@@ -1,5 +1,7 @@
 import dataclasses
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -32,6 +34,8 @@ class Adaptive(eqx.Module):
     - `progress`: an `equinox` progress meter, to which the fraction of the way is told:
         that of the budget, or of what it takes to reach the tolerance at this rate,
         whichever is larger.
+    - `callback`: a function that is called on the host after each round with the budget
+        spent, the value and the standard error, to print or to log them.
     - `state`: `solution.state` of an earlier call with the same operator, estimator, key
         and `round_size`, and a `max_k` that is not larger: goes on where that ended.
     - `offset`: a part of the value that is known exactly, beside the one that is
@@ -46,6 +50,7 @@ class Adaptive(eqx.Module):
     round_size: int = eqx.field(static=True)
     history: bool = eqx.field(static=True)
     progress: eqxi.AbstractProgressMeter
+    callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
     state: PyTree[Array]
     offset: Real[Array, ""]
 
@@ -60,6 +65,7 @@ class Adaptive(eqx.Module):
         round_size: int = 16,
         history: bool = False,
         progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
+        callback: Callable[[Any, Any, Any], None] | None = None,
         state: PyTree[Array] = None,
         offset: Scalar | float = 0.0,
     ):
@@ -98,6 +104,7 @@ class Adaptive(eqx.Module):
         self.round_size = min(round_size, max_k)
         self.history = history
         self.progress = progress
+        self.callback = callback
         self.state = state
         self.offset = jnp.asarray(offset, float)
 

@@ -60,9 +60,11 @@ def iterate(
         state = step(state, rounds)
         rounds = rounds + 1
         seen = look(state, rounds)
-        spent = (rounds * adaptive.round_size).astype(history.dtype)
-        value = seen.value.real + adaptive.offset.astype(history.dtype)
-        history = history.at[rounds - 1].set(jnp.stack([spent, value, seen.std_err]))
+        spent = rounds * adaptive.round_size
+        value = seen.value + adaptive.offset.astype(history.dtype)
+        rounds = _tell(adaptive.callback, rounds, spent, value, seen.std_err)
+        row = jnp.stack([spent.astype(history.dtype), value.real, seen.std_err])
+        history = history.at[rounds - 1].set(row)
         way = adaptive.excess(seen.value, seen.std_err, seen.count)
         share = jnp.minimum(1 / way**2, seen.count / adaptive.min_samples)
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
@@ -79,6 +81,21 @@ def iterate(
         state=(rounds, state),
         extra={"history": history} if adaptive.history else {},
     )
+
+
+def _tell(
+    callback: Callable[..., None] | None, rounds: Int[Array, ""], *seen: Array
+) -> Int[Array, ""]:
+    """`rounds`, from a call on the host: pure, so that the loop has reverse mode on any
+    JAX, and needed, so that it is made."""
+    if callback is None:
+        return rounds
+
+    def call(rounds, *seen):
+        callback(*seen)
+        return rounds
+
+    return jax.pure_callback(call, rounds, rounds, *seen, vmap_method="sequential")
 
 
 def _embed(large: Array, small: Array) -> Array:

@@ -1,8 +1,11 @@
 """Adaptive budgets on four devices: all leave the loop together, with the answer of one
 device, where they would disagree if they decided alone."""
 
+import contextlib
+import io
 import sys
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -29,6 +32,7 @@ ESTIMATORS = {
     "XTrace": tx.XTraceEstimator(),
     "XNysTrace": tx.XNysTraceEstimator(),
     "Hutch++": tx.HutchPlusPlusEstimator(),
+    "Nystrom++": tx.NystromPlusPlusEstimator(),
 }
 
 
@@ -124,6 +128,24 @@ def inner_loop():
     say(f"{found.value} +- {found.std_err}, {found.stats['num_matvecs']} products")
 
 
+def progress():
+    """One line and one call for each round, not for each device."""
+    calls, lines = [], io.StringIO()
+    budget = tx.Adaptive(
+        rtol=1e-9,
+        max_k=64,
+        round_size=16,
+        progress=eqxi.TextProgressMeter(),
+        callback=lambda *x: calls.append(x),
+    )
+    with contextlib.redirect_stdout(lines):
+        trace(decaying(), tx.HutchinsonEstimator(), SHARDED, budget)
+        jax.effects_barrier()
+    assert [int(x[0]) for x in calls] == [16, 32, 48, 64], calls
+    assert len(lines.getvalue().split()) == 5, lines.getvalue()
+    say(lines.getvalue().split())
+
+
 def one_collective():
     """In the loop, and no other beside the samples of a round."""
 
@@ -135,5 +157,5 @@ def one_collective():
 
 
 if __name__ == "__main__":
-    tasks = answers, logdets, disagreement, inner_loop, one_collective
+    tasks = answers, logdets, disagreement, inner_loop, progress, one_collective
     {each.__name__: each for each in tasks}[sys.argv[1]]()

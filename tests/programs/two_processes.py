@@ -57,18 +57,30 @@ def logdet(matrix):
 
 
 def answers(matrix):
+    told = []
+    budget = tx.Adaptive(
+        rtol=0.05,
+        max_k=20,
+        round_size=4,
+        min_samples=4,
+        callback=lambda *x: told.append(x),
+    )
     cases = {
         "Hutchinson, k=13": trace(tx.HutchinsonEstimator(), 13),
         "Hutchinson, k=16": trace(tx.HutchinsonEstimator(), 16),
         "XTrace": trace(tx.XTraceEstimator(), 13),
+        "Hutchinson, adaptive": trace(tx.HutchinsonEstimator(), budget),
+        "XTrace, adaptive": trace(tx.XTraceEstimator(), budget),
         "log-determinant": logdet,
     }
     for name, call in cases.items():
         solution, slope = common.value_and_grad(call)(matrix)
         assert solution.result == tx.RESULTS.successful, name
-        show("BITS", name, solution.value, solution.std_err)
+        made = solution.stats["num_matvecs"]
+        show("BITS", name, solution.value, solution.std_err, made)
         show("ABOUT", f"gradient of {name}", slope[:, 0])
         common.say(name)
+    show("TOLD", "callbacks", len(told))
 
 
 def errors(matrix):

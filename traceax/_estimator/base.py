@@ -25,6 +25,33 @@ class AbstractTraceEstimator(eqx.Module):
 
     To write one, subclass [`traceax.AbstractStreamingEstimator`][] (independent samples)
     or [`traceax.AbstractSketchEstimator`][] (a block of probes taken together).
+
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        class Frugal(tx.AbstractTraceEstimator):
+            # XTrace, or Hutchinson where its arrays would not fit.
+            min_matvecs: ClassVar[int] = 2
+
+            def run(self, operator, k, key, execution):
+                fits = operator.in_size() < 10**6
+                chosen = tx.XTraceEstimator() if fits else tx.HutchinsonEstimator()
+                return chosen.run(operator, k, key, execution)
+
+        operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
+        solution = tx.trace(operator, Frugal(), k=10, key=jax.random.key(0))
+        print(f"{solution.value:.2f}")  # 200.00
+        ```
+
+    **Attributes:**
+
+    - `min_matvecs`: the smallest `k` that it works with.
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
@@ -72,7 +99,30 @@ class AbstractTraceEstimator(eqx.Module):
 class AbstractStreamingEstimator(AbstractTraceEstimator):
     """An estimator whose samples are independent, one from each probe.
 
-    Holds one block of probes at a time, in the backward pass too, so k may be anything.
+    Holds one block of probes of its `sampler` at a time, in the backward pass too, so k
+    may be anything.
+
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        class Plain(tx.AbstractStreamingEstimator):
+            # Hutchinson's estimator.
+            sampler: tx.AbstractSampler = tx.RademacherSampler()
+            min_matvecs: ClassVar[int] = 1
+
+            def sample(self, mv, probe):
+                return jnp.vdot(probe, mv(probe))
+
+        operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
+        solution = tx.trace(operator, Plain(), k=10, key=jax.random.key(0))
+        print(f"{solution.value:.2f}")  # 200.00
+        ```
     """
 
     sampler: eqx.AbstractVar[AbstractSampler]
@@ -115,6 +165,19 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 class Sketch(eqx.Module):
     """What a sketch estimator makes of its probes.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        probes = tx.SphereSampler()(jax.random.key(0), 100, 10)
+        samples = jnp.sum(probes * (2 * probes), axis=0)  # the operator is 2 I
+        std_err = jnp.std(samples, ddof=1) / 10**0.5
+        sketch = tx.Sketch(samples, std_err, (probes / 10, probes), num_matvecs=10)
+        ```
+
     **Attributes:**
 
     - `samples`: the per-sample estimates; their mean is the estimate.
@@ -141,8 +204,37 @@ class Sketch(eqx.Module):
 class AbstractSketchEstimator(AbstractTraceEstimator):
     """An estimator that takes its probes together. Holds arrays of shape `(n, m)`.
 
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        class Plain(tx.AbstractSketchEstimator):
+            # Hutchinson's estimator, its probes taken together.
+            sampler: tx.AbstractSampler = tx.RademacherSampler()
+            min_matvecs: ClassVar[int] = 2
+            semidefinite: ClassVar[bool] = False
+
+            def num_probes(self, k):
+                return k
+
+            def sketch(self, matmat, probes, k, eps):
+                samples = jnp.sum(probes.conj() * matmat(probes), axis=0)
+                std_err = jnp.std(samples, ddof=1) / k**0.5
+                return tx.Sketch(samples, std_err, (probes / k, probes), num_matvecs=k)
+
+        operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
+        solution = tx.trace(operator, Plain(), k=10, key=jax.random.key(0))
+        print(f"{solution.value:.2f}")  # 200.00
+        ```
+
     **Attributes:**
 
+    - `sampler`: distribution of the probes.
     - `semidefinite`: whether the operator must be tagged positive or negative
         semidefinite. A negative one is negated before, and the estimate after.
     """
@@ -172,7 +264,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
         with full_precision(lambda x: execution.matmat(flat.frozen, x)) as matmat:
             if isinstance(k, Adaptive):
-                sketch, ended = self._in_rounds(matmat, flat, k, key)
+                sketch, ended = self._in_rounds(matmat, flat, k, key, sign)
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, ended = self.sketch(matmat, probes, k, flat.eps), Ended()
@@ -197,8 +289,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             result=first_failure(
                 failure(not_semidefinite, RESULTS.not_semidefinite), ended.result
             ),
-            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra)
-            | jax.tree.map(lambda x: x.at[:, 1].multiply(sign), ended.extra),
+            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | ended.extra,
             state=ended.state,
         )
 
@@ -208,6 +299,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         flat: FlatOperator,
         k: Adaptive,
         key: PRNGKeyArray | None,
+        sign: int,
     ) -> tuple[Sketch, Ended]:
         if not isinstance(self, AbstractGrowingEstimator):
             raise ValueError(
@@ -223,8 +315,8 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         def look(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
             moments = Moments.of(sketch.samples, sketch.valid)
-            scale = sketch.scale
-            return Look(scale * moments.mean, scale * sketch.std_err, moments.count)
+            value = sign * sketch.scale * moments.mean
+            return Look(value, sketch.scale * sketch.std_err, moments.count)
 
         fresh = self.start(flat.size, flat.dtype, k)
         ended = iterate(k, step, look, fresh)
@@ -233,7 +325,18 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
     """A sketch estimator that can also add probes in rounds, in buffers for the largest
-    budget, until [`traceax.Adaptive`][] has enough."""
+    budget, until [`traceax.Adaptive`][] has enough.
+
+    !!! Example
+
+        ```python
+        import traceax as tx
+
+        # Whether an estimator that takes its probes together can stop at a tolerance.
+        for estimator in (tx.XTraceEstimator(), tx.HutchPlusPlusEstimator()):
+            print(isinstance(estimator, tx.AbstractGrowingEstimator))  # True
+        ```
+    """
 
     @abc.abstractmethod
     def probes_in_round(self, k: int) -> int:

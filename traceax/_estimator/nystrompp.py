@@ -1,15 +1,20 @@
+import dataclasses
 from typing import ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._kernel.dense import normalise, qr
-from .._kernel.nystrom import nystrom, orthonormalise
+from .._kernel.growth import put, put_rows, remove
+from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .base import AbstractSketchEstimator, Sketch
+from .base import AbstractGrowingEstimator, Sketch
 
 
-class NystromPlusPlusEstimator(AbstractSketchEstimator):
+class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     r"""Nystrom++: the trace of a Nystrom approximation, the rest by Hutchinson.
 
     Half of the products make a Nystrom approximation $\hat A$, the other
@@ -69,6 +74,97 @@ class NystromPlusPlusEstimator(AbstractSketchEstimator):
             scale=scale,
             semidefinite=approximation.semidefinite,
         )
+
+    def probes_in_round(self, k):
+        return k
+
+    def start(self, n, dtype, k):
+        real = jnp.finfo(dtype).dtype
+        m = k.num_rounds * k.round_size
+        return _State(
+            nystrom=GrowingNystrom.empty(n, m, dtype),
+            whitener=jnp.zeros((m, m), dtype),
+            shift=jnp.zeros((), real),
+            trace=jnp.zeros((), real),
+            squares=jnp.zeros((), real),
+            samples=jnp.zeros(m, dtype),
+            semidefinite=jnp.ones((), bool),
+            blocks=jnp.zeros((), jnp.int32),
+            deflating=jnp.full((), k.num_rounds > 1),
+        )
+
+    def grow(self, matmat, probes, state, rounds, eps, k):
+        n, b = probes.shape
+
+        def deflate(state):
+            nystrom, _ = state.nystrom.grow(matmat, probes, rounds, eps)
+            whitener, shift, semidefinite, gram = nystrom.whiten(eps)
+            # How much ||A - A_hat||_F^2 falls by this block, if they are orthogonal.
+            squares = jnp.sum(jnp.abs(gram) ** 2)
+            seen = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
+            tolerance = k.tolerance(nystrom.scale * n * seen)
+            # As many probes less, at a variance of twice that norm, against its products.
+            saved = (k.quantile() * nystrom.scale / tolerance) ** 2
+            saved = 2 * (squares - state.squares) * saved
+            return dataclasses.replace(
+                state,
+                nystrom=nystrom,
+                whitener=whitener,
+                shift=shift,
+                trace=jnp.trace(gram).real,
+                squares=squares,
+                semidefinite=semidefinite,
+                blocks=state.blocks + 1,
+                deflating=(saved > b) & ((rounds + 2) * 2 <= k.num_rounds),
+            )
+
+        def sample(state):
+            # B = (q r + shift Q) W*
+            nystrom, shift = state.nystrom, state.shift
+            outside, image = remove(nystrom.q, probes, state.blocks, b)
+            _, inside = remove(nystrom.basis, probes, state.blocks, b)
+            inside = nystrom.r.conj().T @ image + shift * inside
+            inside = jnp.sum(jnp.abs(state.whitener @ inside) ** 2, axis=0)
+            forms = jnp.sum(probes.conj() * matmat(probes), axis=0) / nystrom.scale
+            norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
+            samples = state.trace + forms - inside + shift * (norms - n)
+            nystrom = dataclasses.replace(nystrom, q=put(nystrom.q, outside, rounds))
+            samples = put_rows(state.samples[:, None], samples[:, None], rounds)[:, 0]
+            return dataclasses.replace(state, nystrom=nystrom, samples=samples)
+
+        return jax.lax.cond(state.deflating, deflate, sample, state)
+
+    def assess(self, state, rounds, eps, k):
+        index = jnp.arange(state.samples.shape[0])
+        sampled = index >= state.blocks * k.round_size
+        valid = sampled & (index < rounds * k.round_size)
+        right = state.nystrom.q
+        left = jnp.where(sampled, right / jnp.maximum(jnp.sum(valid), 1), right)
+        return Sketch(
+            jnp.where(valid, state.samples, jnp.nan),
+            Moments.of(state.samples, valid).std_err(),
+            (left, right),
+            num_matvecs=rounds * k.round_size,
+            scale=state.nystrom.scale,
+            semidefinite=state.semidefinite,
+            valid=valid,
+        )
+
+
+class _State(eqx.Module):
+    """`blocks` blocks of the approximation B B*, whose range is that of as many blocks of
+    `nystrom.q`. The others are, in order of the rounds, the parts of the later probes
+    outside of it. `trace` is ||B||_F^2 and `squares` is ||B* B||_F^2."""
+
+    nystrom: GrowingNystrom
+    whitener: Inexact[Array, "m m"]
+    shift: Real[Array, ""]
+    trace: Real[Array, ""]
+    squares: Real[Array, ""]
+    samples: Inexact[Array, " m"]
+    semidefinite: Bool[Array, ""]
+    blocks: Int[Array, ""]
+    deflating: Bool[Array, ""]
 
 
 NystromPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

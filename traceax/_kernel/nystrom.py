@@ -1,8 +1,11 @@
+from collections.abc import Callable
+
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .dense import eigh, thin_svd, thin_svd_gram
+from .growth import border, extend, put, put_rows, rescale
 
 
 class Nystrom(eqx.Module):
@@ -58,3 +61,58 @@ def whiten(
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
     )
     return whitener, shift, semidefinite
+
+
+class GrowingNystrom(eqx.Module):
+    """The products that a Nystrom approximation is made from, in buffers that grow.
+
+    A Q = `q @ r` in units of `scale`, Q the orthonormal `basis` of the probes, q another;
+    `core` is `basis* q`.
+    """
+
+    basis: Inexact[Array, "n m"]
+    q: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    core: Inexact[Array, "m m"]
+    scale: Real[Array, ""]
+
+    @staticmethod
+    def empty(n: int, m: int, dtype: DTypeLike) -> "GrowingNystrom":
+        tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
+        scale = jnp.ones((), jnp.finfo(dtype).dtype)
+        return GrowingNystrom(tall, tall, square, square, scale)
+
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        i: Int[Array, ""],
+        eps: float,
+    ) -> tuple["GrowingNystrom", Inexact[Array, "m b"]]:
+        """With block i, from b products, and the coordinates of the probes in Q."""
+        n, b = probes.shape
+        roundoff = float(jnp.finfo(probes.dtype).eps)
+        new = extend(self.basis, probes, i, b * roundoff, n**0.5)
+        basis = put(self.basis, new.block, i)
+        products, scale = rescale(matmat(new.block), self.scale, i)
+        image = extend(self.q, products, i, eps, jnp.linalg.norm(self.r))
+        q = put(self.q, image.block, i)
+        r = put(self.r, put_rows(image.coefficients, image.coupling, i), i)
+        core = border(self.core, basis, q, i, b)
+        coordinates = put_rows(new.coefficients, new.coupling, i)
+        return GrowingNystrom(basis, q, r, core, scale), coordinates
+
+    def whiten(
+        self, eps: float
+    ) -> tuple[
+        Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""], Inexact[Array, "m m"]
+    ]:
+        """`whitener`, `shift`, `semidefinite` of the approximation, and `B* B`."""
+        core = self.core @ self.r
+        whitener, shift, semidefinite = whiten(core, jnp.linalg.norm(self.r), eps)
+        present = jnp.sum(jnp.abs(self.basis) ** 2, axis=0)
+        # B = (q r + shift Q) W*
+        image = self.r @ whitener.conj().T
+        inner = shift * (core + core.conj().T) + shift**2 * jnp.diag(present)
+        gram = image.conj().T @ image + whitener @ inner @ whitener.conj().T
+        return whitener, shift, semidefinite, gram
