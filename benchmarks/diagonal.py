@@ -1,4 +1,4 @@
-"""Hutchinson, k = 100, on a diagonal float32 operator: seconds and temporary memory.
+"""Hutchinson, k = 100, on a diagonal float32 operator: time and temporary memory.
 
     python benchmarks/diagonal.py [n ...]
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from peers import peer_functions
-from timing import interleaved
+from timing import interleaved, spread
 
 import traceax as tx
 
@@ -43,19 +43,21 @@ def main(n: int) -> None:
     gradient = jax.grad(lambda diagonal, key: ours(diagonal, key)[0])
     functions = {"traceax 2.0": ours, "traceax 2.0, gradient": gradient}
     functions |= {peer: each["Hutchinson"] for peer, each in peers.items()}
-    print(f"n = {n}, k = {K}; a vector is {4 * n / 1e6:.0f} MB")
-    runnable = {}
+    runnable, temporaries = {}, {}
     for name, function in functions.items():
         compiled = jax.jit(function).lower(diagonal, key).compile()
-        memory = compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
-        print(f"  {name:22s} temporaries {memory / 1e6:9.1f} MB")
-        if memory < 12e9:
+        temporaries[name] = compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
+        if temporaries[name] < 12e9:
             runnable[name] = partial(compiled, diagonal, key)
     times = interleaved(runnable, rounds=5)
     base = times["traceax 2.0"][0]
-    for name, (median, low, high) in times.items():
-        ratio = f"{median / base:6.1f}  [{low / base:.1f}, {high / base:.1f}]"
-        print(f"  {name:22s} {median:7.3f} s, ratio {ratio}")
+    print(f"\nn = {n:.0e}, k = {K}; a vector is {4 * n / 1e6:.0f} MB, ours take")
+    print(f"{base:.3f} s:\n")
+    print("| | temporaries | time over ours |")
+    print("|---|---|---|")
+    for name, memory in temporaries.items():
+        time = spread(times[name], base) if name in times else "not run"
+        print(f"| {name} | {memory / 1e6:.1f} MB | {time} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     pip install matfree linear_operator
     python benchmarks/logdet.py
 
-One run, side by side, in float64. Seconds are medians; ratios are to the time of the
-products alone, as blocks of `k` vectors, `num_steps` times. Gradient errors are relative,
-for the derivatives in the length scale and in the noise.
+One run, side by side, in float64. Ratios are to the time of the products alone, as
+blocks of `k` vectors, `num_steps` times: medians, and in brackets the spread. Gradient
+errors are relative, for the derivatives in the length scale and in the noise.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ import lineax as lx
 import numpy as np
 from jax.experimental import sparse
 from matfree import decomp, funm, stochtrace
+from timing import spread
 
 import traceax as tx
 
@@ -27,7 +28,8 @@ NOISE, LENGTH = 1e-2, 0.2
 
 
 def measure(function, *args, rounds=3):
-    """Median seconds, compile seconds, temporary megabytes and the result."""
+    """Median, smallest and largest seconds, those to compile, temporary megabytes and the
+    result."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
     compile_seconds = time.perf_counter() - start
@@ -38,7 +40,8 @@ def measure(function, *args, rounds=3):
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))
         seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds)), compile_seconds, megabytes, out
+    times = float(np.median(seconds)), min(seconds), max(seconds)
+    return times, compile_seconds, megabytes, out
 
 
 def matfree_logdet(matvec, n, k, num_steps, reortho):
@@ -63,7 +66,6 @@ def traceax_logdet(make_operator, k, num_steps, window):
 def compare(make_operator, matvec, data, n, sizes, exact, gradient_errors):
     """A table of values and one of values with gradients, for each `(k, num_steps)`."""
     key = jax.random.key(0)
-    columns = "seconds  ratio  compile  temp MB  error     gradient errors"
     for k, num_steps in sizes:
         block = jax.random.rademacher(key, (k, n), jnp.float64)
 
@@ -73,9 +75,12 @@ def compare(make_operator, matvec, data, n, sizes, exact, gradient_errors):
 
             return jax.lax.fori_loop(0, num_steps, step, block)
 
-        alone = measure(products, data, block)[0]
-        print(f"\n{k} probes x {num_steps} steps: products alone {alone:.3f} s")
-        print(f"{'':28s} {columns}")
+        alone = measure(products, data, block)[0][0]
+        print(f"\n{k} probes x {num_steps} steps; products alone {alone:.3f} s:\n")
+        print(
+            "| | time over products | compile | temporaries | error | gradient errors |"
+        )
+        print("|---|---|---|---|---|---|")
         functions = {
             "traceax, full": traceax_logdet(make_operator, k, num_steps, None),
             "traceax, window=0": traceax_logdet(make_operator, k, num_steps, 0),
@@ -94,8 +99,9 @@ def compare(make_operator, matvec, data, n, sizes, exact, gradient_errors):
             slopes = gradient_errors(out[1]) if isinstance(out, tuple) else ""
             error = abs(float(value) / exact - 1)
             print(
-                f"{name:28s} {seconds:7.3f} {seconds / alone:6.2f} {compiling:8.2f}"
-                f" {memory:8.0f}  {error:.1e}   {slopes}"
+                f"| {name} | {spread(seconds, alone)} | {compiling:.1f} s | "
+                f"{memory:.0f} MB | {error:.1e} | {slopes} |",
+                flush=True,
             )
 
 
@@ -115,13 +121,14 @@ def dense(n=4000):
 
     def gradient_errors(gradient):
         found = [np.sum(np.asarray(gradient) * each) for each in directions]
-        return " ".join(
+        return ", ".join(
             f"{abs(a / b - 1):.1e}" for a, b in zip(found, slopes, strict=True)
         )
 
-    print(f"## Dense RBF kernel, n = {n}, exact {exact:.2f}")
     matrix = jnp.asarray(matrix)
-    print(f"Cholesky: {measure(lambda a: jnp.linalg.cholesky(a), matrix)[0]:.3f} s")
+    cholesky = measure(lambda a: jnp.linalg.cholesky(a), matrix)[0][0]
+    print(f"**Dense RBF kernel matrix**, n = {n}, of points in the unit square, length")
+    print(f"scale {LENGTH}, noise {NOISE}. Cholesky takes {cholesky:.2f} s.")
     compare(
         lambda a: lx.MatrixLinearOperator(a, PSD),
         lambda v, a: a @ v,
@@ -136,9 +143,10 @@ def dense(n=4000):
 
 def preconditioned(matrix, exact, gradient_errors, num_keys=7):
     """Mean relative error over keys, and seconds with and without the gradient."""
-    print(
-        "\nPreconditioned: mean relative error of 7 keys, of the first gradient, seconds"
-    )
+    print("\nPreconditioned; mean relative error and bar of 7 keys, seconds without and")
+    print("with the gradient, whose errors are those of the first key:\n")
+    print("| preconditioner | shift | probes x steps | products | error | bar |", end="")
+    print(" gradient errors | seconds |\n" + "|---" * 8 + "|")
 
     def make(kind, rank, shift):
         def logdet(a, key, k, num_steps):
@@ -171,15 +179,16 @@ def preconditioned(matrix, exact, gradient_errors, num_keys=7):
         error = np.mean([abs(float(v) / exact - 1) for v, _ in outs])
         bar = np.mean([float(s) / abs(exact) for _, (s, _) in outs])
         both = jax.value_and_grad(plain, has_aux=True)
-        seconds, *_ = measure(value, matrix, keys[0])
-        both_seconds, *_, out = measure(
+        (seconds, *_), *_ = measure(value, matrix, keys[0])
+        (both_seconds, *_), *_, out = measure(
             lambda a, key, f=both, k=k, s=steps: f(a, key, k, s), matrix, keys[0]
         )
         known = "known" if shift else "estimated"
+        products, slopes = int(outs[0][1][1]), gradient_errors(out[1])
         print(
-            f"{kind:9s} rank {rank:3d}, shift {known:9s} {k} x {steps} = "
-            f"{int(outs[0][1][1])} products: error {error:.1e}, bar {bar:.1e}, gradient "
-            f"{gradient_errors(out[1])}, {seconds:.2f} s, {both_seconds:.2f} s"
+            f"| {kind}, rank {rank} | {known} | {k} x {steps} | {products} | {error:.1e} "
+            f"| {bar:.1e} | {slopes} | {seconds:.2f}, {both_seconds:.2f} |",
+            flush=True,
         )
     if importlib.util.find_spec("linear_operator") is not None:
         linear_operator(np.asarray(matrix), exact, gradient_errors)
@@ -213,8 +222,8 @@ def linear_operator(matrix, exact, gradient_errors, num_keys=7):
             errors.append(abs(float(value) / exact - 1))
             gradient = gradient or gradient_errors(leaf.grad.numpy())
         print(
-            f"linear_operator, rank {rank}: error {np.mean(errors):.1e}, gradient "
-            f"{gradient}, with gradient {np.median(seconds):.2f} s"
+            f"| linear_operator, rank {rank} | known | 10 x 20 | | {np.mean(errors):.1e} "
+            f"| none | {gradient} | , {np.median(seconds):.2f} |"
         )
 
 
@@ -237,7 +246,7 @@ def grid(side=500, shift=0.05):
         structure = jax.ShapeDtypeStruct((n,), jnp.float64)
         return lx.FunctionLinearOperator(lambda v: matvec(v, shift), structure, PSD)
 
-    print(f"\n## 2D grid Laplacian plus {shift}, n = {n}, sparse, exact {exact:.2f}")
+    print(f"\n**Grid Laplacian** in two dimensions plus {shift}, n = {n}, sparse.")
     compare(
         make_operator,
         matvec,

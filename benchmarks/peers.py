@@ -1,4 +1,4 @@
-"""The peers, each as `matrix -> jitted function of (matrix, key)` for a budget k.
+"""The peers, each as a function `(data, key) -> (estimate, standard error)`.
 
 `traceax` 1.0 shares our name, so it is loaded from a folder of its own:
 
@@ -26,32 +26,37 @@ def published(folder: Path = Path(".peers")):
     return module
 
 
-def peer_functions(make_operator, matvec, n, k):
-    """Functions `(data, key) -> estimate` by name; `matvec(v, data)` is the product and
-    `make_operator(data)` the tagged lineax operator."""
+def peer_functions(make_operator, matvec, n, k, dtype=jnp.float32):
+    """By package and name, for a budget of k products; `matvec(v, data)` is the product
+    and `make_operator(data)` the tagged lineax operator. The standard error is NaN where
+    there is none."""
     module = published()
-    like = jnp.zeros((n,), jnp.float32)
+    like = jnp.zeros((n,), dtype)
 
     def old(estimator):
-        return lambda data, key: estimator.estimate(key, make_operator(data), k)[0]
+        def estimate(data, key):
+            value, stats = estimator.estimate(key, make_operator(data), k)
+            return value, stats.get("std.err", jnp.full((), jnp.nan, dtype))
+
+        return estimate
 
     def matfree(integrand, sampler, num, wrap):
         estimate = wrap(integrand, sampler(like, num=num))
         return lambda data, key: estimate(lambda v: matvec(v, data), key)
 
-    monte_carlo = stochtrace.estimator_monte_carlo
-    leave_one_out = stochtrace.estimator_leave_one_out
+    monte_carlo = stochtrace.estimator_monte_carlo_mean_and_sem
+    leave_one_out = stochtrace.estimator_leave_one_out_mean_and_sem
     signs, sphere = stochtrace.sampler_signs, stochtrace.sampler_sphere
     trace = stochtrace.monte_carlo_trace()
     xtrace = stochtrace.leave_one_out_xtrace()
     xnystrace = stochtrace.leave_one_out_xnystrace()
-    signs_int = module.RademacherSampler(jnp.float32)
+    floating_signs = module.RademacherSampler(dtype)
     return {
         "traceax 1.0": {
-            "Hutchinson": old(module.HutchinsonEstimator(signs_int)),
-            "Hutch++": old(module.HutchPlusPlusEstimator(signs_int)),
-            "XTrace": old(module.XTraceEstimator()),
-            "XNysTrace": old(module.XNysTraceEstimator()),
+            "Hutchinson": old(module.HutchinsonEstimator(floating_signs)),
+            "Hutch++": old(module.HutchPlusPlusEstimator(floating_signs)),
+            "XTrace": old(module.XTraceEstimator(module.SphereSampler(dtype))),
+            "XNysTrace": old(module.XNysTraceEstimator(module.SphereSampler(dtype))),
         },
         "matfree": {
             "Hutchinson": matfree(trace, signs, k, monte_carlo),

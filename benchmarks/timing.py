@@ -20,3 +20,9 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int = 7):
         name: (statistics.median(each), min(each), max(each))
         for name, each in seconds.items()
     }
+
+
+def spread(times: tuple[float, float, float], base: float) -> str:
+    """The median over `base`, and in brackets the smallest and the largest."""
+    median, low, high = (each / base for each in times)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"

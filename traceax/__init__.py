@@ -1,7 +1,24 @@
-"""Traces and log-determinants of operators that can only be applied to vectors."""
+"""Traces and log-determinants of operators that can only be applied to vectors.
+
+```python
+import jax, lineax as lx, traceax as tx
+
+x = jax.random.normal(jax.random.key(0), (500, 20))
+operator = lx.FunctionLinearOperator(
+    lambda v: x @ (x.T @ v),
+    jax.ShapeDtypeStruct((500,), x.dtype),
+    lx.positive_semidefinite_tag,
+)
+solution = tx.trace(operator, k=40, key=jax.random.key(1))
+print(solution.value, "+-", solution.std_err)
+```
+
+Start with `help(traceax.trace)` and `help(traceax.logdet)`.
+"""
 
 from importlib.metadata import version as _version
 
+from . import plot as plot
 from ._adaptive import Adaptive as Adaptive
 from ._devices import (
     default_device as default_device,
@@ -50,6 +67,10 @@ from ._matfun.preconditioner import (
     Preconditioner as Preconditioner,
 )
 from ._matfun.slq import SLQEstimator as SLQEstimator
+from ._matfun.spectral_density import (
+    spectral_density as spectral_density,
+    SpectralDensity as SpectralDensity,
+)
 from ._operator.curvature import (
     ggn as ggn,
     hessian as hessian,

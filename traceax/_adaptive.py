@@ -21,6 +21,22 @@ class Adaptive(eqx.Module):
     are cautious enough that the asked confidence still holds, within a point where it
     was measured: see "Stopping early" in the documentation.
 
+    !!! Example
+
+        ```python
+        import jax
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 200))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        k = tx.Adaptive(rtol=0.02, max_k=400)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.HutchinsonEstimator(), k=k, key=key)
+        print(solution.value, "+-", solution.std_err, solution.stats["num_matvecs"])
+        ```
+
+
     **Attributes:**
 
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
@@ -73,7 +89,9 @@ class Adaptive(eqx.Module):
 
         **Raises:**
 
-        `ValueError` and `TypeError` for values that make no sense.
+        `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
+        and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
+        small.
         """
         for name, value in (("rtol", rtol), ("atol", atol)):
             if isinstance(value, int | float) and not value >= 0:
@@ -110,6 +128,7 @@ class Adaptive(eqx.Module):
 
     @property
     def num_rounds(self) -> int:
+        """How many rounds there are at most."""
         return max(1, self.max_k // self.round_size)
 
     def at_most(self, max_k: int) -> "Adaptive":
@@ -119,6 +138,7 @@ class Adaptive(eqx.Module):
         return dataclasses.replace(self, max_k=max_k)
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
+        """The largest error that is asked for, in the units of the value."""
         size = jnp.abs(value + self.offset)
         return jnp.maximum(self.atol, self.rtol * size).astype(value.real.dtype)
 
@@ -146,6 +166,7 @@ class Adaptive(eqx.Module):
         std_err: Real[Array, ""],
         count: Real[Array, ""],
     ) -> Bool[Array, ""]:
+        """Whether this is good enough, `count` the number of samples."""
         enough = count >= self.min_samples
         return enough & (self.excess(value, std_err, count) <= 1)
 

@@ -13,6 +13,15 @@ def devices(
 ) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Every device that JAX can see, of all processes.
 
+    !!! Example
+
+        ```python
+        import traceax as tx
+
+        for device in tx.devices():
+            print(device.platform, device.id, device.process_index)
+        ```
+
     **Arguments:**
 
     - `backend`: a platform, such as `"cpu"`, `"gpu"`, `"cuda"` or `"tpu"`. `None` takes
@@ -53,8 +62,23 @@ def _started(argument: str, platform: str | None) -> list[Any]:
 
 def default_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
     """The device that `jax.default_device` sets, where new arrays go and computations
-    without other arguments run; `None` where JAX leaves it unspecified, and takes the
-    first local device of the default backend."""
+    without other arguments run.
+
+    !!! Example
+
+        ```python
+        import jax
+        import traceax as tx
+
+        with jax.default_device(tx.devices("cpu")[0]):
+            print(tx.default_device().platform)  # cpu
+        ```
+
+    **Returns:**
+
+    A `jax.Device`; `None` where JAX leaves it unspecified, and takes the first local
+    device of the default backend.
+    """
     device = jax.config.jax_default_device  # pyright: ignore
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
@@ -71,8 +95,10 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
         import traceax as tx
 
         operator = lx.MatrixLinearOperator(jnp.ones((500, 500)) + jnp.eye(500))
+        estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
         execution = tx.Sharded(tx.probe_mesh())
-        solution = tx.trace(operator, k=64, key=jax.random.key(0), execution=execution)
+        solution = tx.trace(operator, estimator, k=64, key=key, execution=execution)
+        print(solution.value, "+-", solution.std_err)
         ```
 
     **Arguments:**

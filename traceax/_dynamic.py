@@ -18,8 +18,30 @@ from ._vectors import flatten, standard_promotion
 
 
 class DynamicState(eqx.Module):
-    """What [`traceax.DynamicTrace`][] knows: parameters of the operator, its trace with
-    the standard error of that, how many updates there were, and the key."""
+    """What [`traceax.DynamicTrace`][] knows between updates.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        dynamic = tx.DynamicTrace(lx.DiagonalLinearOperator)
+        state = dynamic.init(jnp.ones(100), key=jax.random.key(0), k=100).state
+        print(state.value, state.count)  # 100.0 0
+        state = dynamic.update(state, 2 * jnp.ones(100)).state
+        print(state.value, state.count)  # 200.0 1
+        ```
+
+    **Attributes:**
+
+    - `parameters`: of the operator.
+    - `value`, `std_err`: its trace, and the standard error of that.
+    - `count`: how many updates there were.
+    - `key`: from which the probes of all further ones are drawn.
+    """
 
     parameters: PyTree
     value: Inexact[Array, ""]

@@ -31,6 +31,35 @@ def full_precision(
 class AbstractExecution(eqx.Module):
     """Where, and how many at a time, probe vectors meet the operator.
 
+    !!! Example
+
+        ```python
+        import contextlib
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        class OneByOne(tx.AbstractExecution):
+            # One probe after another.
+            can_raise: ClassVar[bool] = True
+
+            def map_reduce(self, fn, reduce, operator, xs, width=1):
+                outs = jax.lax.map(lambda x: fn(operator, x), xs)
+                count = jax.tree.leaves(xs)[0].shape[0]
+                part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
+                return outs, jax.tree.map(lambda x: x[None], part)
+
+            def factorising(self):
+                return contextlib.nullcontext()
+
+        operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
+        estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
+        solution = tx.trace(operator, estimator, k=10, key=key, execution=OneByOne())
+        print(f"{solution.value:.2f}")  # 200.00
+        ```
+
     **Attributes:**
 
     - `can_raise`: whether an error may be raised from inside a compiled program. If not,
@@ -78,6 +107,22 @@ class Local(AbstractExecution):
 
     The product is vectorised (`jax.vmap`) over a block, and blocks follow one another
     in a compiled loop. Answers do not depend on the block size, beyond rounding.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 50))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        estimator, key = tx.HutchinsonEstimator(), jax.random.key(1)
+        execution = tx.Local(block_size=16)
+        solution = tx.trace(operator, estimator, k=64, key=key, execution=execution)
+        print(solution.value, "+-", solution.std_err)
+        ```
 
     **Attributes:**
 

@@ -16,6 +16,25 @@ class AbstractSampler(eqx.Module):
     To write one, subclass, give `dtype` and `rotation_invariant`, and define `sample`,
     which draws a single vector.
 
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import traceax as tx
+
+        class Uniform(tx.AbstractSampler):
+            # Uniform entries of variance one.
+            dtype: None = None
+            rotation_invariant: ClassVar[bool] = False
+
+            def sample(self, key, n, dtype):
+                return jax.random.uniform(key, (n,), dtype, -(3**0.5), 3**0.5)
+
+        print(Uniform()(jax.random.key(0), 100, 5).shape)  # (100, 5)
+        ```
+
     **Attributes:**
 
     - `dtype`: of the samples; `None` (the default everywhere) follows the operator.
@@ -126,6 +145,17 @@ class RademacherSampler(AbstractSampler):
 
     Real signs also for complex operators. 32 signs are made from one random word. The
     `dtype` may be an integer one.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        probes = tx.RademacherSampler()(jax.random.key(0), 100, 5)
+        print(probes.shape, jnp.unique(probes))  # (100, 5) [-1.  1.]
+        ```
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -142,7 +172,19 @@ class RademacherSampler(AbstractSampler):
 
 
 class NormalSampler(AbstractSampler):
-    """Standard normal entries; for complex dtypes $E|x|^2 = 1$."""
+    """Standard normal entries; for complex dtypes $E|x|^2 = 1$.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        probes = tx.NormalSampler(jnp.complex64)(jax.random.key(0), 100, 5)
+        print(probes.shape, probes.dtype)  # (100, 5) complex64
+        ```
+    """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
     rotation_invariant: ClassVar[bool] = True
@@ -155,7 +197,19 @@ class NormalSampler(AbstractSampler):
 
 
 class SphereSampler(AbstractSampler):
-    """Uniform on the real or complex sphere of radius $\\sqrt{n}$."""
+    """Uniform on the real or complex sphere of radius $\\sqrt{n}$.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        probes = tx.SphereSampler()(jax.random.key(0), 100, 3)
+        print(jnp.linalg.norm(probes, axis=0).round(3))  # [10. 10. 10.]
+        ```
+    """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
     rotation_invariant: ClassVar[bool] = True
@@ -174,6 +228,17 @@ class SteinhausSampler(AbstractSampler):
     For a Hermitian operator one sample has the variance $\\sum_{i \\ne j} |a_{ij}|^2$.
     With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$: twice that if
     the matrix is real, less if it is mostly imaginary.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        probes = tx.SteinhausSampler(jnp.complex64)(jax.random.key(0), 100, 5)
+        print(jnp.allclose(jnp.abs(probes), 1))  # True
+        ```
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)

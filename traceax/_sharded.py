@@ -86,6 +86,23 @@ class Sharded(AbstractExecution):
     - Sketch estimators (Hutch++, XTrace, ...) gather their products, `n m` numbers a
         pass, and each device does the rest of the work.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 50))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        estimator, key = tx.HutchinsonEstimator(), jax.random.key(1)
+        mesh = jax.make_mesh((jax.device_count(),), ("probes",))
+        execution = tx.Sharded(mesh)
+        solution = tx.trace(operator, estimator, k=64, key=key, execution=execution)
+        print(solution.value, "+-", solution.std_err)
+        ```
+
     **Attributes:**
 
     - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes

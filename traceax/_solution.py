@@ -104,6 +104,19 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
     `RESULTS[solution.result]` is the message.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.MatrixLinearOperator(jnp.full((3, 3), jnp.nan))
+        solution = tx.trace(operator, k=3, throw=False)
+        print(solution.result == tx.RESULTS.nonfinite_product)  # True
+        print(tx.RESULTS[solution.result])
+        ```
     """
 
     nonfinite_product = _nonfinite_msg
@@ -154,6 +167,20 @@ class Estimate(eqx.Module):
 class Solution(eqx.Module):
     """The answer of [`traceax.trace`][], [`traceax.logdet`][] and
     [`traceax.trace_of_function`][].
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
+        solution = tx.trace(operator, k=3)
+        print(solution.value, solution.std_err)  # 6.0 0.0
+        print(solution.result == tx.RESULTS.successful)  # True
+        print(solution.stats["num_matvecs"])  # 0
+        ```
 
     **Attributes:**
 

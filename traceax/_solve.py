@@ -100,6 +100,14 @@ def check_positive(name: str, value: Any) -> int:
     return value
 
 
+def check_window(window: Any) -> None:
+    if window is not None and (type(window) is not int or window < 0):
+        raise ValueError(
+            "`window` must be a Python integer, 0 or more, or None for all basis "
+            f"vectors. Found {window!r}."
+        )
+
+
 def check_key(key: Any) -> None:
     if key is None:
         return

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 

@@ -19,6 +19,23 @@ def standard_promotion() -> Iterator[None]:
 
 
 class _HermitianTag:
+    """A tag for Hermitian operators, used like those of `lineax`: needed where one is
+    complex and not semidefinite.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.array([[0, -1j], [1j, 0]])
+        operator = lx.MatrixLinearOperator(matrix, tx.hermitian_tag)
+        solution = tx.trace_of_function(operator, tx.Exp(), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 3.086
+        ```
+    """
+
     def __repr__(self):
         return "hermitian_tag"
 

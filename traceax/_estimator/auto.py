@@ -23,6 +23,18 @@ def select_trace_estimator(
     3. [`traceax.XTraceEstimator`][] for any other operator;
     4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.FunctionLinearOperator(lambda v: 2 * v, jnp.zeros(500))
+        print(tx.select_trace_estimator(operator, k=20).name)  # XTraceEstimator
+        print(tx.select_trace_estimator(operator, k=500).name)  # ExactTraceEstimator
+        ```
+
     **Arguments:**
 
     - `operator`: a square `lineax` operator.
@@ -51,6 +63,19 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     """Picks an estimator from the operator's tags and the budget, before any product.
 
     The choice is that of [`traceax.select_trace_estimator`][].
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        # What lineax knows is taken from there: k may be anything, and no key is needed.
+        operator = lx.MatrixLinearOperator(jnp.ones((500, 500)))
+        solution = tx.trace(operator, tx.AutoTraceEstimator(), k=1)
+        print(solution.value, solution.stats["num_matvecs"])  # 500.0 0
+        ```
     """
 
     min_matvecs: ClassVar[int] = 1

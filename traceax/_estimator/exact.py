@@ -16,6 +16,18 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     Every estimator does this when its budget is `k >= n`.
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
+        solution = tx.trace(operator, tx.ExactTraceEstimator(), k=1)
+        print(solution.value)  # 6.0
+        ```
+
     **Raises:**
 
     `ValueError` if `k` is smaller than the number of products needed.

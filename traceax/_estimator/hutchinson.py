@@ -16,6 +16,21 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
 
     Cost: `k` products, one block of probes of memory.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = 2 * jnp.eye(400) + jnp.eye(400, k=1) + jnp.eye(400, k=-1)
+        operator = lx.MatrixLinearOperator(matrix)
+        key = jax.random.key(0)
+        solution = tx.trace(operator, tx.HutchinsonEstimator(), k=100, key=key)
+        print(f"{solution.value:.0f} +- {solution.std_err:.0f}, exactly 800")
+        ```
+
     ??? cite
 
         ```bibtex

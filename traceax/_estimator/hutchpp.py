@@ -24,6 +24,23 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     Cost: `k` products, $O(n k^2)$ operations, about $2k/3$ vectors of length n several
     times over. Needs `k >= 3`.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 10))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.HutchPlusPlusEstimator(), k=60, key=key)
+        # Exact up to rounding: the rank, 10, is below k / 3.
+        print(f"{solution.value / jnp.sum(x**2):.4f}")  # 1.0000
+        ```
+
+
     ??? cite
 
         ```bibtex

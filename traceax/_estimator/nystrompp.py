@@ -26,6 +26,23 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     Cost: `k` products, $O(n k^2)$ operations, about `k` vectors of length n several
     times over. Needs `k >= 2`.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 10))
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.NystromPlusPlusEstimator(), k=40, key=key)
+        # Exact up to rounding: the rank, 10, is below k / 2.
+        print(f"{solution.value / jnp.sum(x**2):.4f}")  # 1.0000
+        ```
+
+
     ??? cite
 
         ```bibtex

@@ -32,6 +32,22 @@ class XTraceEstimator(AbstractGrowingEstimator):
     probes as `"jackknife_std_err"`, and as `"independent_std_err"` the published one,
     which is too small.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 10))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.XTraceEstimator(), k=40, key=key)
+        # Exact up to rounding: the rank, 10, is below k / 2.
+        print(f"{solution.value / jnp.sum(x**2):.4f}")  # 1.0000
+        ```
+
     ??? cite
 
         ```bibtex

@@ -83,6 +83,7 @@ def function_of(
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         inverse = tx.function_of(operator, tx.Inverse(), num_steps=50)
         solution = tx.trace(inverse, tx.XTraceEstimator(), k=40, key=jax.random.key(0))
+        print(solution.value, "+-", solution.std_err)
         ```
 
     **Arguments:**

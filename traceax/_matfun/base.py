@@ -17,8 +17,37 @@ class AbstractFunctionEstimator(eqx.Module):
     """An estimator of $\\mathrm{tr} f(A)$ for Hermitian $A$. Hand one to
     [`traceax.trace_of_function`][] or [`traceax.logdet`][].
 
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        class Frugal(tx.AbstractFunctionEstimator):
+            # Krylov-aware where there are enough probes for it, SLQ elsewhere.
+            sampler: tx.AbstractSampler = tx.SphereSampler()
+            min_probes: ClassVar[int] = 1
+
+            def run(self, operator, function, gradient, *, k, **settings):
+                few = isinstance(k, tx.Adaptive) or k < 8
+                chosen = tx.SLQEstimator if few else tx.KrylovAwareEstimator
+                run = chosen(self.sampler).run
+                return run(operator, function, gradient, k=k, **settings)
+
+        operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
+        solution = tx.trace_of_function(
+            operator, tx.Exp(), Frugal(), k=4, num_steps=2, key=jax.random.key(0)
+        )
+        print(f"{solution.value:.1f}")  # 738.9
+        ```
+
     **Attributes:**
 
+    - `sampler`: distribution of the probes.
     - `min_probes`: the smallest `k` that it works with.
     """
 

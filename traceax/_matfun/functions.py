@@ -16,6 +16,31 @@ class AbstractSpectralFunction(eqx.Module):
     will do too wherever a function is asked for; it is taken to be defined on all reals.
     Derivatives with respect to a function's own arrays work.
 
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        class Fraction(tx.AbstractSpectralFunction):
+            # x / (x + noise): its trace is the effective dimension of ridge regression.
+            noise: float
+            semidefinite_domain: ClassVar[bool] = True
+            singular_at_zero: ClassVar[bool] = False
+            bracketed: ClassVar[bool] = True
+            nonnegative: ClassVar[bool] = True
+
+            def __call__(self, x):
+                return x / (x + self.noise)
+
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 3.0]))
+        solution = tx.trace_of_function(operator, Fraction(1.0), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 1.250
+        ```
+
     **Attributes:**
 
     - `semidefinite_domain`: whether the domain has no negative numbers.
@@ -46,7 +71,20 @@ class AbstractSpectralFunction(eqx.Module):
 
 
 class Log(AbstractSpectralFunction):
-    """The natural logarithm, whose trace is $\\log\\det A$. Domain: `x > 0`."""
+    """The natural logarithm, whose trace is $\\log\\det A$. Domain: `x > 0`.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([2.0, 4.0]))
+        solution = tx.trace_of_function(operator, tx.Log(), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 2.079
+        ```
+    """
 
     semidefinite_domain: ClassVar[bool] = True
     singular_at_zero: ClassVar[bool] = True
@@ -62,7 +100,20 @@ class Log(AbstractSpectralFunction):
 
 
 class Inverse(AbstractSpectralFunction):
-    """$1 / x$. Domain: `x > 0`."""
+    """$1 / x$. Domain: `x > 0`.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([2.0, 4.0]))
+        solution = tx.trace_of_function(operator, tx.Inverse(), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 0.750
+        ```
+    """
 
     semidefinite_domain: ClassVar[bool] = True
     singular_at_zero: ClassVar[bool] = True
@@ -80,6 +131,18 @@ class Inverse(AbstractSpectralFunction):
 class Power(AbstractSpectralFunction):
     """$x^p$. Domain: `x > 0` for negative p, `x >= 0` for other fractional p, all reals
     for whole p from 0 on.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([4.0, 9.0]))
+        solution = tx.trace_of_function(operator, tx.Power(0.5), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 5.000
+        ```
 
     **Attributes:**
 
@@ -140,6 +203,18 @@ class Exp(AbstractSpectralFunction):
     """$\\exp(s x)$, for partition functions, heat kernels and Estrada indices. Domain:
     all reals.
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([0.0, 2.0]))
+        solution = tx.trace_of_function(operator, tx.Exp(-1.0), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 1.135
+        ```
+
     **Attributes:**
 
     - `scale`: s, a real number or array of shape `()`, in which derivatives work.
@@ -163,7 +238,20 @@ Exp.__init__.__doc__ = """**Arguments:**
 
 class Entropy(AbstractSpectralFunction):
     """$-x \\log x$, for the von Neumann entropy of a density matrix, in nats. Domain:
-    `x >= 0`, with the value 0 at 0."""
+    `x >= 0`, with the value 0 at 0.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([0.5, 0.5]))
+        solution = tx.trace_of_function(operator, tx.Entropy(), k=2, num_steps=2)
+        print(f"{solution.value:.3f}")  # 0.693
+        ```
+    """
 
     semidefinite_domain: ClassVar[bool] = True
     singular_at_zero: ClassVar[bool] = False

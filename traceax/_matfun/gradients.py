@@ -10,7 +10,37 @@ from .functions import AbstractSpectralFunction
 
 class AbstractFunctionGradient(eqx.Module):
     """How $f'(A) z$ is made, from which $\\mathrm{tr}(f'(A)\\, dA)$, the derivative of
-    $\\mathrm{tr} f(A)$, is estimated."""
+    $\\mathrm{tr} f(A)$, is estimated.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        class SolvesIfPossible(tx.AbstractFunctionGradient):
+            # By solves where the derivative is a power, else from the Lanczos run.
+            solver: lx.AbstractLinearSolver
+
+            def frame(self, function, approximation, right, hermitian=True):
+                chosen = tx.SolveGradient(self.solver)
+                if function.derivative_by_solves is None:
+                    chosen = tx.LanczosGradient()
+                return chosen.frame(function, approximation, right, hermitian)
+
+        def trace_of_exp(scale):
+            operator = lx.MatrixLinearOperator(scale * jnp.eye(100), lx.symmetric_tag)
+            gradient = SolvesIfPossible(lx.CG(rtol=1e-6, atol=1e-6))
+            settings = {"k": 4, "num_steps": 2, "key": jax.random.key(0)}
+            return tx.trace_of_function(
+                operator, tx.Exp(), gradient=gradient, **settings
+            ).value
+
+        print(f"{jax.jit(jax.grad(trace_of_exp))(2.0):.1f}")  # 738.9
+        ```
+    """
 
     @abc.abstractmethod
     def frame(
@@ -30,6 +60,26 @@ class LanczosGradient(AbstractFunctionGradient):
     Its bias is the error of that approximation: for a log-determinant, of a solve by as
     many conjugate gradient steps. `stats["gradient_residual"]` has the relative
     residuals. It has no second derivative: asking for one raises an error.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = 3 * jnp.eye(100) - jnp.eye(100, k=1) - jnp.eye(100, k=-1)
+        gradient = tx.LanczosGradient()
+
+        def logdet(scale):
+            tag = lx.positive_semidefinite_tag
+            operator = lx.MatrixLinearOperator(scale * matrix, tag)
+            settings = {"k": 4, "num_steps": 25, "key": jax.random.key(0)}
+            return tx.logdet(operator, gradient=gradient, **settings).value
+
+        print(f"{jax.jit(jax.grad(logdet))(2.0):.2f}")  # 50.00
+        ```
     """
 
     def frame(self, function, approximation, right, hermitian=True):
@@ -41,6 +91,26 @@ class SolveGradient(AbstractFunctionGradient):
     differentiable again: for log-determinants and traces of inverses only.
 
     Costs the solves (two for the inverse) when, and only when, a derivative is taken.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = 3 * jnp.eye(100) - jnp.eye(100, k=1) - jnp.eye(100, k=-1)
+        gradient = tx.SolveGradient(lx.CG(rtol=1e-6, atol=1e-6))
+
+        def logdet(scale):
+            tag = lx.positive_semidefinite_tag
+            operator = lx.MatrixLinearOperator(scale * matrix, tag)
+            settings = {"k": 4, "num_steps": 25, "key": jax.random.key(0)}
+            return tx.logdet(operator, gradient=gradient, **settings).value
+
+        print(f"{jax.jit(jax.grad(jax.grad(logdet)))(2.0):.2f}")  # -25.00
+        ```
 
     **Attributes:**
 

@@ -39,6 +39,23 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     other probes. Needs `k >= 3`. The error
     of the quadrature is not bracketed.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.diag(10.0 / jnp.arange(1, 101))
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        estimator, key = tx.KrylovAwareEstimator(), jax.random.key(0)
+        solution = tx.trace_of_function(
+            operator, tx.Exp(), estimator, k=8, num_steps=5, key=key
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
     **Attributes:**
 
     - `sampler`: distribution of the probes, rotation invariant. What is left of a probe

@@ -24,6 +24,25 @@ class Preconditioner(eqx.Module):
     [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, but that a
     differentiable `shift` lowers the variance of the gradient of a log-determinant.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        key = jax.random.key(0)
+        preconditioner = tx.nystrom_preconditioner(operator, rank=20, key=key, shift=0.1)
+        solver = lx.CG(rtol=1e-4, atol=1e-4)
+        options = {"preconditioner": preconditioner.inverse()}
+        solution = lx.linear_solve(operator, jnp.ones(300), solver, options=options)
+        print(preconditioner.logdet, solution.stats["num_steps"])
+        ```
+
     **Attributes:**
 
     - `vectors`, `values`: shapes `(n, r)` and `(r,)`, of $\\hat A = U \\Lambda U^*$.
@@ -201,6 +220,25 @@ def nystrom_preconditioner(
 ) -> Preconditioner:
     """A [`traceax.Preconditioner`][] from a randomised Nystrom approximation.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        key1, key2 = jax.random.split(jax.random.key(0))
+        preconditioner = tx.nystrom_preconditioner(operator, rank=20, key=key1, shift=0.1)
+        solution = tx.logdet(
+            operator, k=10, num_steps=5, key=key2, preconditioner=preconditioner
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
     **Arguments:**
 
     - `operator`: a positive-semidefinite-tagged operator, of any structure and dtype.
@@ -259,6 +297,25 @@ def pivoted_cholesky_preconditioner(
     Its products are with unit vectors, one after another, each chosen where the
     remaining diagonal is largest. [`traceax.nystrom_preconditioner`][] makes them all at
     once and needs no diagonal: prefer it unless columns are cheaper than products.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        preconditioner = tx.pivoted_cholesky_preconditioner(operator, rank=20, shift=0.1)
+        key = jax.random.key(0)
+        solution = tx.logdet(
+            operator, k=10, num_steps=5, key=key, preconditioner=preconditioner
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
 
     **Arguments:**
 

@@ -13,6 +13,7 @@ from .._iterate import stream
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, first_failure, RESULTS
+from .._solve import check_window
 from .._vectors import FlatOperator
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction, Log
@@ -40,6 +41,23 @@ class SLQEstimator(AbstractFunctionEstimator):
     Cost: `k * num_steps` products. Memory: `num_steps` vectors of length n for each probe
     of a block; with `window=0` and no derivative, only those of a step. A derivative
     keeps two vectors for each probe between the passes.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        estimator = tx.SLQEstimator(lower_bound=0.1)
+        key = jax.random.key(0)
+        solution = tx.logdet(operator, estimator, k=20, num_steps=20, key=key)
+        print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
+        ```
 
     **Attributes:**
 
@@ -76,11 +94,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     min_probes: ClassVar[int] = 1
 
     def __check_init__(self):
-        if self.window is not None and (type(self.window) is not int or self.window < 0):
-            raise ValueError(
-                "`window` must be a Python integer, 0 or more, or None for all basis "
-                f"vectors. Found {self.window!r}."
-            )
+        check_window(self.window)
 
     def run(self, operator, function, gradient, *, k, num_steps, key, execution):
         def form(flat, probe):

@@ -42,6 +42,16 @@ def _check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
 def hessian(f: Callable[[_Point], Scalar], x: _Point) -> lx.JacobianLinearOperator:
     """The Hessian of `f` at `x`, as an operator that is never formed.
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        operator = tx.hessian(lambda w: jnp.sum(jnp.sin(w)), jnp.arange(3.0))
+        print(f"{tx.trace(operator, k=3).value:.3f}")  # -1.751
+        ```
+
     **Arguments:**
 
     - `f`: a twice differentiable function to a real scalar.
@@ -57,12 +67,6 @@ def hessian(f: Callable[[_Point], Scalar], x: _Point) -> lx.JacobianLinearOperat
 
     `TypeError` if `f(x)` is not a real scalar, or `x` has complex arrays or no floating
     ones.
-
-    !!! Example
-
-        ```python
-        operator = tx.hessian(lambda w: jnp.sum(jnp.sin(w)), jnp.arange(3.0))
-        ```
     """
     _check_scalar("f", f, x)
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
@@ -78,6 +82,17 @@ def ggn(
     $J$ is the Jacobian of `model` at `x`, $H$ the Hessian of `loss` at `model(x)`. With
     a loss convex in the outputs (squares, cross-entropy on logits) it is positive
     semidefinite, and it is tagged so; with any other loss the tag is wrong.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        x, y = jnp.arange(6.0).reshape(3, 2), jnp.ones(3)
+        operator = tx.ggn(lambda w: x @ w, lambda z: jnp.sum((z - y) ** 2), jnp.zeros(2))
+        print(f"{tx.trace(operator, k=2).value:.1f}")  # 110.0
+        ```
 
     **Arguments:**
 
@@ -121,6 +136,16 @@ def jacobian_gram(
     f: Callable[[_Point], PyTree[Array]], x: _Point
 ) -> lx.TaggedLinearOperator:
     """The Gram matrix $J^T J$ of the Jacobian of `f` at `x`; its trace is $\\|J\\|_F^2$.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        operator = tx.jacobian_gram(jnp.square, jnp.arange(4.0))
+        print(f"{tx.trace(operator, k=4).value:.1f}")  # 56.0
+        ```
 
     **Arguments:**
 
