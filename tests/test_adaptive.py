@@ -395,8 +395,19 @@ def test_resume_where_nothing_is_left_to_do():
 
 def test_state_of_a_longer_run():
     whole = run(DECAY, XTRACE, budget(rtol=0.1))
-    with pytest.raises(ValueError, match="larger `max_k`"):
+    with pytest.raises(ValueError, match="at least the `max_k` of the earlier"):
         run(DECAY, XTRACE, budget(rtol=0.1, max_k=16, state=whole.state))
+
+
+def test_state_of_another_call():
+    """Another size of rounds, another estimator, and no state at all."""
+    state = run(DECAY, XTRACE, budget(rtol=0.1)).state
+    with pytest.raises(ValueError, match="Found `round_size` 8 and 4"):
+        run(DECAY, XTRACE, budget(rtol=0.1, round_size=4, state=state))
+    with pytest.raises(ValueError, match="another estimator"):
+        run(DECAY, XNYS, budget(rtol=0.1, state=state))
+    with pytest.raises(TypeError, match="`state` must be"):
+        run(DECAY, XTRACE, budget(rtol=0.1, state=jnp.zeros(3)))
 
 
 def test_fixed_budget_has_no_state():

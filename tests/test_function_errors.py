@@ -197,11 +197,11 @@ def test_not_a_key(name, key, found):
     ("name", "value", "parts", "example"),
     [
         ("estimator", tx.XTraceEstimator(), ["XTraceEstimator"], "SLQEstimator()"),
-        ("estimator", tx.SLQEstimator, ["SLQEstimator'"], "SLQEstimator()"),
+        ("estimator", tx.SLQEstimator, ["the class SLQEstimator"], "SLQEstimator()"),
         ("estimator", "slq", ["Found 'slq'"], "SLQEstimator()"),
         ("gradient", lx.CG(1e-6, 1e-6), ["Found CG"], "LanczosGradient()"),
         ("gradient", None, ["Found None"], "LanczosGradient()"),
-        ("execution", 3, ["Found 3"], "Local()"),
+        ("execution", 3, ["Found 3"], "Sharded(mesh)"),
     ],
 )
 def test_not_an_instance(call, name, value, parts, example):
@@ -285,17 +285,16 @@ def test_preconditioner_of_an_operator_without_the_tag(name, tags):
 
 
 @pytest.mark.parametrize(
-    ("operator", "found"),
+    ("operator", "parts"),
     [
-        (matrix_free(jnp.eye(N + 1), PSD), ["size 12", "size 13"]),
-        (UNTAGGED, ["size 12", "not tagged"]),
-        (matrix_free(-MATRIX, NSD), ["size 12", "not tagged"]),
+        (matrix_free(jnp.eye(N + 1), PSD), ["of the size of `operator`", "12 and 13"]),
+        (UNTAGGED, ["must be tagged positive semidefinite", "leave `preconditioner`"]),
+        (matrix_free(-MATRIX, NSD), ["must be tagged positive", "without the tag"]),
     ],
     ids=["other-size", "untagged", "negative"],
 )
-def test_preconditioner_does_not_fit_the_operator(operator, found):
+def test_preconditioner_does_not_fit_the_operator(operator, parts):
     preconditioner = tx.nystrom_preconditioner(TAGGED, 3, key=KEY)
-    parts = ["`preconditioner` needs an operator tagged positive semidefinite", *found]
     check(ValueError, parts, lambda: logdet(operator, preconditioner=preconditioner))
 
 
@@ -334,7 +333,8 @@ def test_function_is_not_one(name, function):
         "function_of": lambda: tx.function_of(TAGGED, function, 3),
     }
     parts = ["`function` must be a `traceax.AbstractSpectralFunction` or a callable"]
-    parts += [f"Found {function!r}", "`traceax.Log()`"]
+    found = "the class Log" if function is tx.Log else repr(function)
+    parts += [f"Found {found}", "`traceax.Log()`"]
     check(TypeError, parts, calls[name])
 
 

@@ -143,15 +143,19 @@ def test_budget(k, exception, parts):
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
-        ("estimator", tx.XTraceEstimator, ["AbstractTraceEstimator", "XTraceEstimator'"]),
+        (
+            "estimator",
+            tx.XTraceEstimator,
+            ["AbstractTraceEstimator", "the class XTraceEstimator"],
+        ),
         ("estimator", "xtrace", ["AbstractTraceEstimator", "Found 'xtrace'"]),
         ("estimator", None, ["AbstractTraceEstimator", "Found None"]),
         ("execution", 3, ["AbstractExecution", "Found 3"]),
-        ("execution", tx.Local, ["AbstractExecution", "Local'"]),
+        ("execution", tx.Local, ["AbstractExecution", "the class Local"]),
     ],
 )
 def test_not_an_instance(name, value, parts):
-    example = {"estimator": "XTraceEstimator()", "execution": "Local()"}[name]
+    example = {"estimator": "XTraceEstimator()", "execution": "Sharded(mesh)"}[name]
     parts = [f"`{name}` must be an instance", *parts, f"`traceax.{example}`"]
     check(TypeError, parts, lambda: tx.trace(TAGGED, k=4, key=KEY, **{name: value}))
 

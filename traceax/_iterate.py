@@ -23,13 +23,20 @@ class Look(eqx.Module):
     count: Real[Array, ""]
 
 
+class LoopState(eqx.Module):
+    """What another loop goes on from: the rounds made, and what they left."""
+
+    rounds: Int[Array, ""]
+    state: PyTree[Array]
+    round_size: int = eqx.field(static=True)
+
+
 class Ended(eqx.Module):
-    """How a loop ended; without one, nothing to tell. `state` is what another loop goes
-    on from: the rounds made, and what they left."""
+    """How a loop ended; without one, nothing to tell."""
 
     rounds: Int[Array, ""] | int = 1
     result: Any = None
-    state: PyTree[Array] = None
+    state: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
@@ -44,8 +51,7 @@ def iterate(
     num_rounds = adaptive.num_rounds
     state, rounds = fresh, jnp.zeros((), jnp.int32)
     if adaptive.state is not None:
-        rounds, earlier = adaptive.state
-        state = jax.tree.map(_embed, fresh, earlier)
+        rounds, state = _resume(adaptive.state, adaptive.round_size, fresh)
     seen = look(state, rounds)
     history = jnp.full((num_rounds, 3), jnp.nan, seen.std_err.dtype)
 
@@ -78,7 +84,7 @@ def iterate(
     return Ended(
         rounds=rounds,
         result=failure(~done & jnp.isfinite(seen.value), RESULTS.max_matvecs_reached),
-        state=(rounds, state),
+        state=LoopState(rounds, state, adaptive.round_size),
         extra={"history": history} if adaptive.history else {},
     )
 
@@ -98,16 +104,35 @@ def _tell(
     return jax.pure_callback(call, rounds, rounds, *seen, vmap_method="sequential")
 
 
-def _embed(large: Array, small: Array) -> Array:
-    """The state of a shorter run in the buffers of a longer one."""
-    if large.shape == small.shape:
-        return small
-    if any(a < b for a, b in zip(large.shape, small.shape, strict=True)):
-        raise ValueError(
-            "`state` is of a run with a larger `max_k`. Pass at least that one, and the "
-            "same `round_size`."
+def _resume(
+    earlier: PyTree[Array], round_size: int, fresh: PyTree[Array]
+) -> tuple[Int[Array, ""], PyTree[Array]]:
+    """The rounds of a shorter run, and its state in the buffers of a longer one."""
+    if not isinstance(earlier, LoopState):
+        raise TypeError(
+            "`state` must be the `state` of a solution with an adaptive budget. Found an "
+            f"object of type {type(earlier).__name__}."
         )
-    return jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
+    same = jax.tree.structure(earlier.state) == jax.tree.structure(fresh)
+    pairs = zip(jax.tree.leaves(fresh), jax.tree.leaves(earlier.state), strict=False)
+    if not same or earlier.round_size != round_size:
+        raise ValueError(
+            "`state` must be of a call with the same operator, estimator and "
+            f"`round_size`. Found `round_size` {earlier.round_size} and {round_size}"
+            f"{'' if same else ', and another estimator'}."
+        )
+    for large, small in pairs:
+        if any(a < b for a, b in zip(large.shape, small.shape, strict=True)):
+            raise ValueError(
+                f"`state` must fit into this call. Found an array of shape {small.shape} "
+                f"for one of {large.shape}. Pass at least the `max_k` of the earlier "
+                "call, and an operator of the same size."
+            )
+
+    def embed(large, small):
+        return jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
+
+    return earlier.rounds, jax.tree.map(embed, fresh, earlier.state)
 
 
 def sum_over_rounds(
@@ -199,7 +224,7 @@ def stream(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(merge, parts)
     )
     ended = iterate(k, step, look, (kept, none))
-    (samples, others), summary = ended.state[1]
+    (samples, others), summary = ended.state.state
     count = ended.rounds * size
 
     def mean():

@@ -209,7 +209,7 @@ def logdet(
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    check_instance("execution", execution, AbstractExecution, "Local()")
+    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     definite = lx.is_positive_semidefinite(operator)
     negative = lx.is_negative_semidefinite(operator)
     slq = isinstance(estimator, SLQEstimator)
@@ -222,12 +222,19 @@ def logdet(
     if preconditioner is not None:
         example = "nystrom_preconditioner(operator, rank, key=key)"
         check_instance("preconditioner", preconditioner, Preconditioner, example)
-        if not definite or preconditioner.size != operator.in_size():
+        if preconditioner.size != operator.in_size():
             raise ValueError(
-                "`preconditioner` needs an operator tagged positive semidefinite, of the "
-                f"same size. Found a preconditioner of size {preconditioner.size}, and "
-                f"an operator of size {operator.in_size()} that is "
-                f"{'' if definite else 'not '}tagged so."
+                "`preconditioner` must be of the size of `operator`. Found "
+                f"{preconditioner.size} and {operator.in_size()}. Make it from this "
+                f"operator, for example `traceax.{example}`."
+            )
+        if not definite:
+            raise ValueError(
+                "`operator` must be tagged positive semidefinite where there is a "
+                f"`preconditioner`. Found `operator` of type {type(operator).__name__} "
+                "without the tag. If it is, say so: `lineax.TaggedLinearOperator("
+                "operator, lineax.positive_semidefinite_tag)`; if not, leave "
+                "`preconditioner` out."
             )
     task = _LogDet(
         estimator=estimator,

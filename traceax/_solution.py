@@ -42,9 +42,9 @@ one; with a preconditioner P they are those of `P^(-1/2) A P^(-1/2)`.
 
 Likely causes:
 
-(a) the operator is not positive definite, although it is tagged: add a multiple of the
-    identity (`jitter`), or for a log-determinant leave the tag out, and `traceax.logdet`
-    takes the absolute value; or
+(a) the operator has an eigenvalue that is not positive; if it is tagged semidefinite, the
+    tag is wrong. Add a multiple of the identity (`jitter`), or for a log-determinant
+    leave the tag out, and `traceax.logdet` takes the absolute value; or
 
 (b) the operator is not Hermitian; or
 
@@ -71,7 +71,8 @@ the domain of the function, beyond rounding, or the function was not finite ther
 
 Likely causes:
 
-(a) the operator has eigenvalues where the function is not defined; or
+(a) the operator has eigenvalues where the function is not defined: add a multiple of the
+    identity, or take a function that is defined there; or
 
 (b) the function overflows: scale the operator or use a wider dtype.
 """.strip()

@@ -74,9 +74,11 @@ def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
     if not isinstance(value, kind):
+        is_class = isinstance(value, type)
+        found = f"the class {value.__name__}" if is_class else repr(value)
         raise TypeError(
-            f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
-            f"{value!r}. Pass an object, for example `traceax.{example}`."
+            f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found {found}. "
+            f"Pass, for example, `traceax.{example}`."
         )
 
 

@@ -77,5 +77,5 @@ def trace(
         semidefinite tag is wrong.
     """
     check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    check_instance("execution", execution, AbstractExecution, "Local()")
+    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     return solve(estimator, operator, k=k, key=key, execution=execution, throw=throw)

@@ -320,7 +320,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
         fresh = self.start(flat.size, flat.dtype, k)
         ended = iterate(k, step, look, fresh)
-        return self.assess(ended.state[1], ended.rounds, flat.eps, k), ended
+        return self.assess(ended.state.state, ended.rounds, flat.eps, k), ended
 
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):

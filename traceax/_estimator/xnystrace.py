@@ -27,7 +27,8 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     semidefinite operators only, for which it is the most accurate choice: its basis is
     twice the size of XTrace's for the same budget.
 
-    Cost: `k` products, $O(n k^2)$ operations, three arrays of `k` vectors of length n.
+    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
+    length n.
     Needs `k >= 1`; for an error bar, `k >= 2`. The standard error counts
     the correlation of the samples; `stats` has the more conservative jackknife over
     probes as `"jackknife_std_err"`, and as `"independent_std_err"` the published one,

@@ -26,7 +26,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
     The error falls with the tail of the singular values: fast where they decay, as
     Hutchinson's where they do not.
 
-    Cost: $2m$ products, $O(n m^2)$ operations, four arrays of m vectors of length n.
+    Cost: $2m$ products, $O(n m^2)$ operations, about seven arrays of m vectors of
+    length n.
     Needs `k >= 2`; for an error bar, `k >= 4`. The standard error counts
     the correlation of the samples; `stats` has the more conservative jackknife over
     probes as `"jackknife_std_err"`, and as `"independent_std_err"` the published one,

@@ -289,9 +289,11 @@ def as_spectral_function(function: Any) -> AbstractSpectralFunction:
     if isinstance(function, AbstractSpectralFunction):
         return function
     if isinstance(function, type) or not callable(function):
+        is_class = isinstance(function, type)
+        found = f"the class {function.__name__}" if is_class else repr(function)
         raise TypeError(
             "`function` must be a `traceax.AbstractSpectralFunction` or a callable of "
-            f"the eigenvalues. Found {function!r}. Pass, for example, `traceax.Log()` or "
+            f"the eigenvalues. Found {found}. Pass, for example, `traceax.Log()` or "
             "`jnp.tanh`."
         )
     return _Callable(cast(Callable[[Scalar], Scalar], function))

@@ -296,6 +296,6 @@ def spectral_density(
     k = check_positive("k", k)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
-    check_instance("execution", execution, AbstractExecution, "Local()")
+    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_window(window)
     return _run(operator, k, num_steps, key, sampler, window, execution)

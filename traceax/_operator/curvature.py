@@ -33,9 +33,12 @@ def _jacobian(
 def _check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
     out = eqx.filter_eval_shape(fn, x)
     if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
+        if getattr(out, "shape", None) == ():
+            fix = "Pass floating-point numbers, for example `x.astype(float)`."
         raise TypeError(
             f"`{name}` must return a real floating-point scalar, of shape (). Found "
-            f"{out}. Reduce it, for example with `jnp.sum` or `jnp.mean`."
+            f"{out}. {fix}"
         )
 
 

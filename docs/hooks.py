@@ -1,0 +1,69 @@
+"""Runs the tutorials and makes pages of them.
+
+Every `examples/NAME.py` in jupytext's percent format becomes `tutorials/NAME.md`: its
+markdown, its code, and what that prints and draws. Pages are plain Markdown, so MkDocs
+checks their links and renders them as any other. An error in a cell ends the build.
+`EXECUTE_TUTORIALS=false mkdocs serve` leaves out the running.
+"""
+
+import functools
+import pathlib
+import re
+
+import jupytext
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+PERCENT = "# %%"
+KERNEL = ["--InlineBackend.figure_formats=svg", "--log-level=ERROR"]
+
+log = get_plugin_logger("tutorials")
+
+
+def on_files(files, config):
+    for path in sorted(EXAMPLES.glob("*.py")):
+        source = path.read_text()
+        if source.startswith(PERCENT):
+            page, figures = convert(path.stem, source, config.extra["execute_tutorials"])
+            contents = {f"{path.stem}.md": page, **figures}
+            for name, content in contents.items():
+                file = File.generated(config, f"tutorials/{name}", content=content)
+                files.append(file)
+    return files
+
+
+@functools.cache  # `mkdocs serve` runs only what has changed
+def convert(name, source, execute):
+    """The page in Markdown, and the figures in it by their file names."""
+    notebook = jupytext.reads(source, fmt="py:percent")
+    if execute:
+        log.info("Running %s", name)
+        client = NotebookClient(notebook, coalesce_streams=True, extra_arguments=KERNEL)
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            raise PluginError(f"examples/{name}.py: {error}") from error
+
+    blocks, figures = [], {}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            blocks.append(re.sub(r"\]\((\w+)\.py\b", r"](\1.md", cell.source))
+            continue
+        blocks.append(f"~~~ python\n{cell.source}\n~~~")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if output.get("name") == "stderr":
+                log.info(output["text"])
+            elif "image/svg+xml" in data:
+                figure = f"{name}_{len(figures) + 1}.svg"
+                figures[figure] = data["image/svg+xml"]
+                blocks.append(f"![Figure {len(figures)}]({figure})")
+            elif text := data.get("text/plain", output.get("text")):
+                blocks.append(f"~~~ {{ .text .output }}\n{text.rstrip()}\n~~~")
+    blocks.append(f"*This page is made from `examples/{name}.py`.*")
+    return "\n\n".join(blocks), figures
