@@ -39,20 +39,21 @@ def main():
     # program on the same arrays and has the same answer.
     execution = tx.Sharded(tx.probe_mesh())
 
-    @jax.jit
-    @jax.value_and_grad
     def log_det(length_scale):
         operator = kernel_operator(length_scale)
-        key = jax.random.key(1)
-        return tx.logdet(operator, k=32, num_steps=30, key=key, execution=execution).value
+        settings = {"k": 32, "num_steps": 30, "key": jax.random.key(1)}
+        solution = tx.logdet(operator, execution=execution, **settings)
+        return solution.value, solution.std_err
 
-    value, slope = jax.block_until_ready(log_det(0.3))
+    run = jax.jit(jax.value_and_grad(log_det, has_aux=True))
+    jax.block_until_ready(run(0.3))
     start = time.perf_counter()
-    value, slope = jax.block_until_ready(log_det(0.3))
+    (value, std_err), slope = jax.block_until_ready(run(0.3))
     seconds = time.perf_counter() - start
     if jax.process_index() == 0:
         print(f"{jax.process_count()} processes, {jax.device_count()} devices")
-        print(f"log-determinant {value:.0f}, its derivative {slope:.0f}, {seconds:.2f} s")
+        print(f"log-determinant {value:.1f} +- {std_err:.1f}, ", end="")
+        print(f"its derivative {slope:.1f}, {seconds:.2f} s")
 
 
 if __name__ == "__main__":
