@@ -151,13 +151,22 @@ class Power(AbstractSpectralFunction):
 
     exponent: int | float = eqx.field(static=True)
 
-    def __check_init__(self):
-        if isinstance(self.exponent, bool) or not isinstance(self.exponent, int | float):
+    def __init__(self, exponent: int | float):
+        """**Arguments:**
+
+        - `exponent`: p, a Python int or float.
+
+        **Raises:**
+
+        `TypeError` for anything else.
+        """
+        if isinstance(exponent, bool) or not isinstance(exponent, int | float):
             raise TypeError(
                 "`exponent` must be a Python int or float. Found an object of type "
-                f"{type(self.exponent).__name__}. For a traced exponent `p` pass the "
-                "callable `lambda x: x**p` as the function."
+                f"{type(exponent).__name__}. For a traced exponent `p` pass the callable "
+                "`lambda x: x**p` as the function."
             )
+        self.exponent = exponent
 
     @property
     def _whole(self) -> bool:
@@ -187,16 +196,6 @@ class Power(AbstractSpectralFunction):
         if self.exponent < 0 and self._whole:
             return float(self.exponent), 1 - int(self.exponent)
         return None
-
-
-Power.__init__.__doc__ = """**Arguments:**
-
-- `exponent`: p, a Python int or float.
-
-**Raises:**
-
-`TypeError` for anything else.
-"""
 
 
 class Exp(AbstractSpectralFunction):
