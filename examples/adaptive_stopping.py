@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Stopping at a tolerance
+# # Is a tolerance kept?
 #
 # How many products does an estimate take? Here the answer is left to the run:
 # `k=tx.Adaptive(rtol=...)` goes on until the error bar is small enough. We look at one
