@@ -87,7 +87,7 @@ def draw(results):
     for package, style in styles.items():
         (handle,) = axes[0, 0].plot([], [], color="0.3", label=package, **style)
         handles.append(handle)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.savefig(IMAGE, facecolor="white")
 
 
@@ -106,6 +106,7 @@ def main(num_keys: int) -> None:
         for (each, package, name), cells in results.items():
             if each == spectrum:
                 row = [f"{error:.1e} ({ratio:.2f})" for error, ratio in cells]
+                row = [cell.removesuffix(" (nan)") for cell in row]
                 print(f"| {package} {name} | " + " | ".join(row) + " |", flush=True)
     draw(results)
 
