@@ -407,10 +407,14 @@ TAGGED = matrix_free(MATRIX, SYMMETRIC)
         ({"window": -1}, ValueError, ["`window`", "0 or more", "Found -1"]),
         ({"window": 1.0}, ValueError, ["`window`", "Found 1.0"]),
         ({"window": "all"}, ValueError, ["`window`", "None", "Found 'all'"]),
-        ({"sampler": tx.RademacherSampler}, TypeError, ["`sampler`", "Pass an object"]),
+        (
+            {"sampler": tx.RademacherSampler},
+            TypeError,
+            ["`sampler`", "the class RademacherSampler"],
+        ),
         ({"sampler": tx.SteinhausSampler()}, ValueError, ["RademacherSampler"]),
         ({"sampler": tx.NormalSampler(complex)}, ValueError, ["complex operator"]),
-        ({"execution": 3}, TypeError, ["`execution`", "traceax.Local()"]),
+        ({"execution": 3}, TypeError, ["`execution`", "traceax.Sharded(mesh)"]),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )
