@@ -4,7 +4,7 @@
 
 The matrices, tolerances and failure probability are those of section 5 of Persson,
 Cortinovis and Kressner, SIMAX 43, 2022: eigenvalues `i**-c`, 5% failures. Theirs is
-written here from Algorithms 3.1 and 3.2 of the paper. With normal and with spherical
+written anew here, after the paper and its MATLAB code. With normal and with spherical
 probes no estimator sees the eigenvectors, so the matrix is diagonal. Each cell has the
 mean number of products and, in brackets, the fraction of runs whose error was larger than
 the tolerance; `-` where ours did not reach it within 192 products.
