@@ -11,8 +11,8 @@ For each estimator, spectrum and relative tolerance, at confidence 95%:
 - `bias`: the mean error over its standard error.
 
 The rounds of a run do not depend on the tolerance, so one run with `history` has all of
-them; Hutch++ alone, which plans for the tolerance, is run for each. `-` where fewer than
-half of the keys reached it within n / 2 products.
+them; Hutch++ and Nystrom++, which plan for the tolerance, are run for each. `-` where
+fewer than half of the keys reached it within n / 2 products.
 """
 
 import sys
@@ -35,6 +35,7 @@ ESTIMATORS = {
     "XTrace": (tx.XTraceEstimator(), 0.5),
     "XNysTrace": (tx.XNysTraceEstimator(), 1.0),
     "Hutch++": (tx.HutchPlusPlusEstimator(), None),
+    "Nystrom++": (tx.NystromPlusPlusEstimator(), None),
 }
 
 

@@ -51,7 +51,8 @@ class Adaptive(eqx.Module):
         that of the budget, or of what it takes to reach the tolerance at this rate,
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
-        spent, the value and the standard error, to print or to log them.
+        spent, the value and the standard error, to print or to log them. It is static:
+        pass the same one again, since another one is compiled anew.
     - `state`: `solution.state` of an earlier call with the same operator, estimator, key
         and `round_size`, and a `max_k` that is not larger: goes on where that ended.
     - `offset`: a part of the value that is known exactly, beside the one that is
@@ -155,10 +156,17 @@ class Adaptive(eqx.Module):
         beyond = jnp.where(width > 0, jnp.inf, 0)
         return jnp.where(tolerance > 0, width / safe, beyond)
 
-    def quantile(self) -> float:
-        """Of the normal distribution: the confidence interval is this many standard
-        errors to either side."""
-        return normal_quantile(self.confidence)
+    def samples_saved(
+        self,
+        norm: Real[Array, ""],
+        value: Inexact[Array, ""],
+        scale: Real[Array, ""],
+    ) -> Real[Array, ""]:
+        """How many samples less it takes where the squared Frobenius norm of what is
+        sampled falls by `norm`, their variance being twice that. Norm and value are in
+        units of `scale`."""
+        quantile = normal_quantile(self.confidence)
+        return 2 * norm * (quantile * scale / self.tolerance(scale * value)) ** 2
 
     def satisfied(
         self,

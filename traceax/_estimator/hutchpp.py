@@ -111,9 +111,8 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             gain = 2 * jnp.sum(jnp.abs(images) ** 2) + own
             gain = gain - 2 * jnp.sum(jnp.abs(inside) ** 2)
             pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
-            value = pilot / (state.blocks + 1)
-            # As many probes less, at a variance of twice that norm, against its products.
-            saved = 2 * gain * (k.quantile() * scale / k.tolerance(scale * value)) ** 2
+            # Against the products of one more block.
+            saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(
                 state,

@@ -119,10 +119,8 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             # How much ||A - A_hat||_F^2 falls by this block, if they are orthogonal.
             squares = jnp.sum(jnp.abs(gram) ** 2)
             seen = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
-            tolerance = k.tolerance(nystrom.scale * n * seen)
-            # As many probes less, at a variance of twice that norm, against its products.
-            saved = (k.quantile() * nystrom.scale / tolerance) ** 2
-            saved = 2 * (squares - state.squares) * saved
+            # Against the products of one more block.
+            saved = k.samples_saved(squares - state.squares, n * seen, nystrom.scale)
             return dataclasses.replace(
                 state,
                 nystrom=nystrom,
