@@ -18,12 +18,12 @@ jax.config.update("jax_enable_x64", True)
 # arrive: those modules have messages of their own, which are tested.
 _CHECKED = (
     "_estimator",
-    "_exact",
+    "_exact_trace",
     "_execution",
     "_gradient",
     "_kernel",
     "_matfun.base",
-    "_matfun.exact",
+    "_matfun.all_eigenvalues",
     "_matfun.krylov_aware",
     "_matfun.quadratic_form",
     "_matfun.slq",
@@ -33,7 +33,7 @@ _CHECKED = (
     "_sampler",
     "_sharded",
     "_solution",
-    "_vectors",
+    "_flat",
 )
 jaxtyping.install_import_hook(
     [f"traceax.{name}" for name in _CHECKED], "beartype.beartype"

@@ -15,14 +15,15 @@ FILES = {
 # From low to high; modules of one line do not import each other. Of the patterns that
 # fit a module, the first line counts. `x.__init__` are there to hold a docstring.
 LEVELS = [
-    "_solution _moments _vectors _devices _adaptive *.__init__",
+    "_solution _moments _flat _devices _adaptive *.__init__",
+    "_checks",
     "_kernel.dense",
     "_kernel.lanczos _kernel.growth",
     "_sampler _kernel.* _operator.* _matfun.functions",
     "_execution",
     "_gradient _sharded _iterate",
-    "_exact _matfun.quadratic_form _matfun.gradients",
-    "_solve _matfun.exact",
+    "_exact_trace _matfun.quadratic_form _matfun.gradients",
+    "_solve _matfun.all_eigenvalues",
     "_estimator.base _matfun.base",
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto plot",

@@ -44,9 +44,10 @@ from ._estimator.nystrompp import NystromPlusPlusEstimator as NystromPlusPlusEst
 from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local
+from ._flat import hermitian_tag as hermitian_tag
 from ._logdet import logdet as logdet
-from ._matfun.action import function_of as function_of
 from ._matfun.base import AbstractFunctionEstimator as AbstractFunctionEstimator
+from ._matfun.function_of import function_of as function_of
 from ._matfun.functions import (
     AbstractSpectralFunction as AbstractSpectralFunction,
     Entropy as Entropy,
@@ -87,7 +88,6 @@ from ._sharded import Sharded as Sharded
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._trace import trace as trace
 from ._trace_of_function import trace_of_function as trace_of_function
-from ._vectors import hermitian_tag as hermitian_tag
 
 
 __version__ = _version("traceax")

@@ -7,14 +7,14 @@ import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
+from ._checks import check_positive
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
+from ._flat import flatten, standard_promotion
 from ._kernel.dense import normalise
 from ._sampler import AbstractSampler, draw_for, RademacherSampler
 from ._solution import failure, RESULTS, Solution
-from ._solve import check_positive
 from ._trace import trace
-from ._vectors import flatten, standard_promotion
 
 
 class DynamicState(eqx.Module):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Shaped
 
+from ._flat import FlatOperator
 from ._kernel.dense import factorising
-from ._vectors import FlatOperator
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact
 
 from ._execution import AbstractExecution
-from ._vectors import FlatOperator
+from ._flat import FlatOperator
 
 
 class AbstractFrame(eqx.Module):

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive
 from ._execution import AbstractExecution
+from ._flat import FlatOperator
 from ._solution import failure, RESULTS
-from ._vectors import FlatOperator
 
 
 class Look(eqx.Module):

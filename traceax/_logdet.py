@@ -9,9 +9,11 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from ._adaptive import Adaptive, largest_budget
+from ._checks import check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
+from ._flat import flatten
+from ._matfun.all_eigenvalues import exact_log_abs_det, exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.exact import exact_log_abs_det, exact_trace_of_function
 from ._matfun.functions import Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.preconditioner import Preconditioner
@@ -19,8 +21,7 @@ from ._matfun.slq import SLQEstimator
 from ._matfun.structured import SignLog, structured_log_det
 from ._sampler import draw_for
 from ._solution import Estimate, failure, RESULTS, Solution
-from ._solve import check_instance, check_operator, check_positive, solve
-from ._vectors import flatten
+from ._solve import solve
 
 
 class _LogDet(AbstractFunctionTask):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 
-from ._vectors import FlatOperator, standard_promotion
+from ._flat import FlatOperator, standard_promotion
 
 
 class AbstractSampler(eqx.Module):
@@ -140,6 +140,13 @@ def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
         )
 
 
+def _drawn(n: int) -> int:
+    """How many numbers to draw where `n` are used. The first ones of a longer draw are
+    the same. XLA:CPU unrolls loops of a length such as 10 and takes seconds to compile
+    them; multiples of 16 it makes vectors of."""
+    return -(-n // 16) * 16
+
+
 class RademacherSampler(AbstractSampler):
     """Random signs: each entry is +1 or -1 with equal probability.
 
@@ -165,7 +172,7 @@ class RademacherSampler(AbstractSampler):
         _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
-        words = jr.bits(key, (-(-n // 32),), jnp.uint32)
+        words = jr.bits(key, (_drawn(-(-n // 32)),), jnp.uint32)
         bits = (words >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
         minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
         return jnp.where(bits.reshape(-1)[:n] == 1, minus, plus)
@@ -193,7 +200,7 @@ class NormalSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        return jr.normal(key, (n,), dtype)
+        return jr.normal(key, (_drawn(n),), dtype)[:n]
 
 
 class SphereSampler(AbstractSampler):
@@ -218,7 +225,7 @@ class SphereSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        normal = jr.normal(key, (n,), dtype)
+        normal = jr.normal(key, (_drawn(n),), dtype)[:n]
         return normal * (n**0.5 / jnp.linalg.norm(normal)).astype(dtype)
 
 
@@ -253,7 +260,8 @@ class SteinhausSampler(AbstractSampler):
                 f"`SteinhausSampler` draws complex phases, which do not fit the dtype "
                 f"{dtype}. Use `RademacherSampler` for a real operator."
             )
-        angle = jr.uniform(key, (n,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
+        angle = jr.uniform(key, (_drawn(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
+        angle = angle[:n]
         return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, Parti
 from jaxtyping import Array, PyTree
 
 from ._execution import AbstractExecution, Local
+from ._flat import FlatOperator
 from ._kernel.dense import factorising
-from ._vectors import FlatOperator
 
 
 def _auto(mesh: Mesh) -> Mesh:

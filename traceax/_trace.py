@@ -4,11 +4,12 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
+from ._checks import check_instance
 from ._estimator.auto import AutoTraceEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._solution import Solution
-from ._solve import check_instance, solve
+from ._solve import solve
 
 
 def trace(

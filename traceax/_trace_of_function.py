@@ -8,15 +8,16 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
+from ._checks import check_hermitian, check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
+from ._flat import flatten
+from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.exact import exact_trace_of_function
 from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
 from ._solution import Solution
-from ._solve import check_hermitian, check_instance, check_operator, check_positive, solve
-from ._vectors import flatten
+from ._solve import solve
 
 
 class _TraceOfFunction(AbstractFunctionTask):

@@ -12,8 +12,8 @@ from common import close, positive_definite, PSD, say, some_key
 from jax.experimental import sparse
 
 import traceax as tx
+from traceax._flat import flatten
 from traceax._sharded import _equations, _is_plain
-from traceax._vectors import flatten
 
 
 N = 24

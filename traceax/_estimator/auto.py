@@ -3,8 +3,8 @@ from typing import ClassVar
 import lineax as lx
 
 from .._adaptive import Adaptive
+from .._checks import check_operator, check_positive
 from .._operator.diagonal import diagonal_cost
-from .._solve import check_operator, check_positive
 from .base import AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator

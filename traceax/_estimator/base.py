@@ -9,15 +9,15 @@ import lineax as lx
 from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._adaptive import Adaptive
-from .._exact import exact_trace
+from .._exact_trace import exact_trace
 from .._execution import AbstractExecution, full_precision, Local
+from .._flat import FlatOperator, flatten
 from .._gradient import attach, attach_derivative, form, Frame
 from .._iterate import Ended, iterate, Look, stream, sum_over_rounds
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .._solve import solve
-from .._vectors import FlatOperator, flatten
 
 
 class AbstractTraceEstimator(eqx.Module):

@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from .._adaptive import largest_budget
-from .._exact import exact_trace
+from .._exact_trace import exact_trace
 from .._operator.diagonal import diagonal_cost
 from .base import AbstractTraceEstimator
 

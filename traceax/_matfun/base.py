@@ -6,9 +6,9 @@ from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution
+from .._flat import FlatOperator
 from .._sampler import AbstractSampler
 from .._solution import Estimate
-from .._vectors import FlatOperator
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
+from .._checks import check_key, check_operator, check_positive
 from .._execution import AbstractExecution, full_precision, Local
+from .._flat import FlatOperator, flatten, standard_promotion, unflatten
 from .._gradient import attach, attach_derivative, Frame
 from .._kernel.dense import eigh, normalise, thin_svd
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
 from .._sampler import draw_for, NormalSampler
-from .._solve import check_key, check_operator, check_positive
-from .._vectors import FlatOperator, flatten, standard_promotion, unflatten
 
 
 class Preconditioner(eqx.Module):

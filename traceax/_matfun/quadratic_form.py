@@ -7,12 +7,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
+from .._flat import FlatOperator
 from .._kernel.dense import svd
 from .._kernel.golub_kahan import golub_kahan
 from .._kernel.lanczos import lanczos, unit
 from .._kernel.quadrature import apply_to_first, radau, ritz
 from .._solution import failure, RESULTS
-from .._vectors import FlatOperator
 from .functions import AbstractSpectralFunction
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive
+from .._checks import check_window
 from .._execution import AbstractExecution, Local
+from .._flat import FlatOperator
 from .._gradient import attach, attach_derivative
 from .._iterate import stream
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, first_failure, RESULTS
-from .._solve import check_window
-from .._vectors import FlatOperator
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient

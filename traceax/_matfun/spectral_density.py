@@ -12,12 +12,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, PRNGKeyArray, Real, Scalar
 
 from .._adaptive import Adaptive
-from .._execution import AbstractExecution, Local
-from .._kernel.lanczos import lanczos
-from .._kernel.quadrature import ritz
-from .._moments import Moments
-from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solve import (
+from .._checks import (
     check_hermitian,
     check_instance,
     check_key,
@@ -25,7 +20,12 @@ from .._solve import (
     check_positive,
     check_window,
 )
-from .._vectors import flatten, standard_promotion
+from .._execution import AbstractExecution, Local
+from .._flat import flatten, standard_promotion
+from .._kernel.lanczos import lanczos
+from .._kernel.quadrature import ritz
+from .._moments import Moments
+from .._sampler import AbstractSampler, draw_for, RademacherSampler
 
 
 class SpectralDensity(eqx.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
+from .._flat import dtypes
 from .._operator.diagonal import diagonal_cost
-from .._vectors import dtypes
 
 
 class SignLog(NamedTuple):

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import lineax as lx
 
 from ._execution import AbstractExecution
+from ._flat import dtypes, flatten
 from ._operator.diagonal import diagonal_cost
 from ._solution import Estimate
-from ._vectors import dtypes, flatten
 
 
 def exact_trace(

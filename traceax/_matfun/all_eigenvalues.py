@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._execution import AbstractExecution
+from .._flat import FlatOperator
 from .._gradient import AbstractFrame, attach
 from .._kernel.dense import eigh, svd
 from .._solution import Estimate, failure, RESULTS
-from .._vectors import FlatOperator
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, roundoff, slopes_at, values_at

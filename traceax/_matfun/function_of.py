@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
+from .._checks import check_hermitian, check_operator, check_positive
+from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
 from .._kernel.lanczos import lanczos
 from .._kernel.quadrature import apply_to_first, ritz
-from .._solve import check_hermitian, check_operator, check_positive
-from .._vectors import FlatOperator, flatten, hermitian_tag, unflatten
 from .functions import AbstractSpectralFunction, as_spectral_function
 from .quadratic_form import values_at
 
