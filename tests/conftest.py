@@ -1,10 +1,15 @@
 import os
+from pathlib import Path
 
 
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Nearly all of the time is compilation; without optimisation it takes half.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Nearly all of the time is compilation; without optimisation it takes half. Eight
+# simulated devices, of which most tests use one.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8",
+)
 
 import equinox.internal as eqxi
 import jax
@@ -42,6 +47,23 @@ jaxtyping.install_import_hook(
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    # What one worker has compiled, another one or the next run reads, unless it is just
+    # being written.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent")
+    folder = config.cache.mkdir("compiled")
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def number_of_memory_maps():
+    maps = Path("/proc/self/maps")
+    return len(maps.read_text().splitlines()) if maps.exists() else 0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,7 +71,8 @@ def forget_compiled_programs():
     """Each holds memory maps of the process, of which Linux allows 65530: with more, the
     next compilation is a segmentation fault."""
     yield
-    jax.clear_caches()
+    if number_of_memory_maps() > 20000:
+        jax.clear_caches()
 
 
 @pytest.fixture
