@@ -1,11 +1,85 @@
-"""What several test files share: matrices, operators and the list of estimators."""
+"""What several test files share: matrices, operators, compiled calls and the list of
+estimators. Matrices are made by NumPy and are arguments of the compiled calls, so that one
+program serves all matrices of a shape."""
 
+from typing import NamedTuple
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import numpy as np
 
 import traceax as tx
+
+
+PSD = lx.positive_semidefinite_tag
+
+
+class Case(NamedTuple):
+    """An estimator, and what is special about it."""
+
+    estimator: tx.AbstractTraceEstimator
+    products_per_probe: int  # k / m, for the m probes in its estimate
+    semidefinite: bool = False  # whether it needs the tag
+    rank_exact: bool = True  # whether a sketch wider than the rank is exact
+
+    def __str__(self):
+        name = type(self.estimator).__name__.removesuffix("Estimator")
+        sampler = type(self.estimator.sampler).__name__.removesuffix("Sampler")
+        return f"{name}-{sampler}"
+
+
+CASES = [
+    Case(tx.HutchinsonEstimator(), 1, rank_exact=False),
+    Case(tx.HutchPlusPlusEstimator(), 3),
+    Case(tx.NystromPlusPlusEstimator(), 2, semidefinite=True),
+    Case(tx.XTraceEstimator(), 2),
+    Case(tx.XNysTraceEstimator(), 1, semidefinite=True),
+]
+VARIANTS = [
+    *CASES,
+    Case(tx.XTraceEstimator(tx.RademacherSampler(), improved=False), 2),
+    Case(tx.XNysTraceEstimator(tx.NormalSampler()), 1, semidefinite=True),
+    Case(
+        tx.XNysTraceEstimator(tx.RademacherSampler(), improved=False),
+        1,
+        semidefinite=True,
+    ),
+]
+
+
+def hermitian(seed, eigenvalues, dtype=np.float64):
+    """A Hermitian NumPy matrix with the given eigenvalues and a random orthogonal (for
+    complex dtypes, unitary) basis, made in double precision."""
+    generator, n = np.random.default_rng(seed), len(eigenvalues)
+    normal = generator.standard_normal((n, n))
+    if np.issubdtype(dtype, np.complexfloating):
+        normal = normal + 1j * generator.standard_normal((n, n))
+    basis, r = np.linalg.qr(normal)
+    basis = basis * np.sign(np.diag(r))  # Haar distributed
+    matrix = (basis * np.asarray(eigenvalues)) @ basis.conj().T
+    return ((matrix + matrix.conj().T) / 2).astype(dtype)
+
+
+@eqx.filter_jit
+def trace_of_matrix(matrix, estimator, key, *, k, tags=PSD, execution=tx.Local()):
+    """`tx.trace` of a matrix of which only the product is known, without raising."""
+    operator = matrix_free(matrix, tags)
+    settings = {"k": k, "key": key, "execution": execution, "throw": False}
+    return tx.trace(operator, estimator, **settings)
+
+
+@eqx.filter_jit
+def traces_of_matrix(matrix, estimator, keys, *, k, tags=PSD):
+    """The same for each of several keys, stacked: value, error bar and stats."""
+
+    def one(key):
+        solution = trace_of_matrix(matrix, estimator, key, k=k, tags=tags)
+        return solution.value, solution.std_err, solution.stats
+
+    return jax.lax.map(one, keys)
 
 
 # An estimator, and k / m: the products that it makes for each probe in its estimate.
