@@ -366,7 +366,10 @@ def test_one_probe():
 
 def test_products_that_are_not_finite():
     matrix = jnp.diag(SPECTRA["flat"]).at[2, 2].set(jnp.nan)
-    found = density_of(hermitian(matrix))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
+        density_of(hermitian(matrix))
+    found = density_of(hermitian(matrix), throw=False)
+    assert found.result == tx.RESULTS.nonfinite_product
     assert jnp.isnan(found(0.0, 0.1)[0])
 
 

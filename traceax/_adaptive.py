@@ -42,6 +42,9 @@ class Adaptive(eqx.Module):
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
     - `max_k`: the largest budget, in the units of `k`: products for `traceax.trace`,
         probes for the others. Rounded down to whole rounds. Array shapes depend on it.
+        If it is larger than n by a round or more, the call cannot run out of it: where n
+        units have not been enough, or independent samples are seen to need more than n
+        further ones, n units are spent on the exact answer.
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends.
@@ -57,6 +60,8 @@ class Adaptive(eqx.Module):
         and `round_size`, and a `max_k` that is not larger: goes on where that ended.
     - `offset`: a part of the value that is known exactly, beside the one that is
         estimated, and counts for `rtol`. `traceax.logdet` sets it for a preconditioner.
+    - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
+        set it where the budget allows for both.
     """
 
     rtol: Real[Array, ""]
@@ -70,6 +75,7 @@ class Adaptive(eqx.Module):
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
     state: PyTree[Array]
     offset: Real[Array, ""]
+    exact_cost: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class Adaptive(eqx.Module):
         callback: Callable[[Any, Any, Any], None] | None = None,
         state: PyTree[Array] = None,
         offset: Scalar | float = 0.0,
+        exact_cost: int | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -126,17 +133,21 @@ class Adaptive(eqx.Module):
         self.callback = callback
         self.state = state
         self.offset = jnp.asarray(offset, float)
+        self.exact_cost = exact_cost
 
     @property
     def num_rounds(self) -> int:
         """How many rounds there are at most."""
         return max(1, self.max_k // self.round_size)
 
-    def at_most(self, max_k: int) -> "Adaptive":
-        """The same with a smaller largest budget."""
-        if max_k >= self.max_k:
-            return self
-        return dataclasses.replace(self, max_k=max_k)
+    def within(self, n: int) -> "Adaptive":
+        """The same for an operator of size n, where n units of the budget are enough for
+        the exact answer. A budget for that and for a round besides keeps n units back,
+        and spends no more than n before it takes them."""
+        spare = self.max_k - n
+        if spare < self.round_size:
+            return dataclasses.replace(self, max_k=min(self.max_k, n))
+        return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
         """The largest error that is asked for, in the units of the value."""

@@ -78,6 +78,11 @@ def check_positive(name: str, value: Any) -> int:
     return value
 
 
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False. Found {value!r}.")
+
+
 def check_window(window: Any) -> None:
     if window is not None and (type(window) is not int or window < 0):
         raise ValueError(

@@ -7,13 +7,14 @@ import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from ._checks import check_positive
+from ._checks import check_operator, check_positive
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
-from ._flat import flatten, standard_promotion
+from ._flat import FlatOperator, flatten
 from ._kernel.dense import normalise
 from ._sampler import AbstractSampler, draw_for, RademacherSampler
 from ._solution import failure, RESULTS, Solution
+from ._solve import call
 from ._trace import trace
 
 
@@ -112,7 +113,9 @@ class DynamicTrace(eqx.Module):
         if check_positive("num_probes", self.num_probes) < 2:
             raise ValueError("`num_probes` must be at least 2. Found 1.")
 
-    def init(self, parameters: PyTree, *, key: PRNGKeyArray, k: int) -> Solution:
+    def init(
+        self, parameters: PyTree, *, key: PRNGKeyArray, k: int, throw: bool = True
+    ) -> Solution:
         """A first estimate, by Hutchinson's estimator.
 
         **Arguments:**
@@ -121,6 +124,7 @@ class DynamicTrace(eqx.Module):
         - `key`: a JAX PRNG key, for this and all updates.
         - `k`: the number of products: 2 or more for an error bar, without which the first
             update starts afresh; with `k >= n` exact.
+        - `throw`: as in [`traceax.trace`][].
 
         **Returns:**
 
@@ -137,6 +141,7 @@ class DynamicTrace(eqx.Module):
             k=k,
             key=first,
             execution=self.execution,
+            throw=throw,
         )
         solution = jax.lax.stop_gradient(solution)
         state = DynamicState(
@@ -150,63 +155,91 @@ class DynamicTrace(eqx.Module):
             lambda x: x.state, solution, state, is_leaf=lambda x: x is None
         )
 
-    @eqx.filter_jit
-    def update(self, state: DynamicState, parameters: PyTree) -> Solution:
+    def update(
+        self, state: DynamicState, parameters: PyTree, *, throw: bool = True
+    ) -> Solution:
         """The trace for new parameters.
 
         **Arguments:**
 
         - `state`: of the last solution.
         - `parameters`: a PyTree like the one before.
+        - `throw`: as in [`traceax.trace`][].
 
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
         the value. `stats` has `"num_matvecs"`, and `"gamma"`, 0 where the last estimate
-        is built upon and 1 where it is thrown away. `result` is `nonfinite_product`
-        where something is not finite.
+        is built upon and 1 where it is thrown away.
+
+        **Raises:**
+
+        - `TypeError`: `state` is not that of a solution; the operator is none of lineax.
+        - `ValueError`: the operator for the new parameters has another structure than the
+            one for the old ones, or is not square.
+        - An `equinox` run-time error with `throw=True`: a product was not finite.
         """
-        m = self.num_probes
-        old = flatten(self.operator(state.parameters)).frozen
-        new = flatten(self.operator(parameters)).frozen
-        key = jr.fold_in(state.key, state.count)
-        probes = draw_for(new, self.sampler, key, jnp.arange(m))
-        with standard_promotion(), self.execution.factorising():
-            products = [self._apply(each, probes) for each in (old, new)]
-            products, scale = normalise(jnp.concatenate(products, axis=1))
-            before, after = jnp.split(products, 2, axis=1)
-            # NOTE: the paper takes gamma from the same probes and from the variance
-            # carried along. Both go with the error, and over many updates the bias adds
-            # up. We take the gamma of the steady state, for each half of the probes from
-            # the other half: then T is unbiased.
-            norms = jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0)
-            norms = self._of_others(norms)
-            cross = 2 * self._of_others(jnp.sum((before.conj() * after).real, axis=0))
-            ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)
-            known = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
-            keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
-            kept = jnp.mean(keep)
-            change = after - keep * before
-            # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
-            sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
-            std_err = jnp.hypot(kept * jnp.where(known, state.std_err, 0), sampled)
-            value = scale * jnp.sum(probes.conj() * change) / m
-            value = kept * jnp.where(known, state.value, 0) + value
-        value, std_err = jax.lax.stop_gradient((value, std_err))
-        state = DynamicState(parameters, value, std_err, state.count + 1, state.key)
-        stats = {"num_matvecs": 2 * m, "gamma": 1 - kept}
-        result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
-        return Solution(value, std_err, result, stats, state)
+        if not isinstance(state, DynamicState):
+            raise TypeError(
+                "`state` must be the `state` of a solution of this `DynamicTrace`. Found "
+                f"an object of type {type(state).__name__}. Pass, for example, "
+                "`dynamic.init(parameters, key=key, k=k).state`."
+            )
+        arguments = (self, state, parameters)
+        name, execution = type(self).__name__, self.execution
+        return call(_update, *arguments, name=name, execution=execution, throw=throw)
 
-    def _of_others(self, x):
-        """For each probe the mean over the half of the probes that it is not in."""
-        half = self.num_probes // 2
-        first, second = jnp.mean(x[:half]), jnp.mean(x[half:])
-        return jnp.where(jnp.arange(self.num_probes) < half, second, first)
 
-    def _apply(self, operator, probes):
-        with full_precision(lambda x: self.execution.matmat(operator, x)) as matmat:
-            return matmat(probes)
+def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> Solution:
+    m, execution = dynamic.num_probes, dynamic.execution
+    operators = dynamic.operator(state.parameters), dynamic.operator(parameters)
+    for operator in operators:
+        check_operator(operator)
+    before, after = (operator.in_structure() for operator in operators)
+    if before != after:
+        raise ValueError(
+            "`parameters` must be of an operator with the structure of the last one. "
+            f"Found in_structure()={after}, and before it {before}."
+        )
+    old, new = (flatten(operator).frozen for operator in operators)
+    key = jr.fold_in(state.key, state.count)
+    probes = draw_for(new, dynamic.sampler, key, jnp.arange(m))
+    products = [_apply(execution, each, probes) for each in (old, new)]
+    products, scale = normalise(jnp.concatenate(products, axis=1))
+    before, after = jnp.split(products, 2, axis=1)
+    # NOTE: the paper takes gamma from the same probes and from the variance carried
+    # along. Both go with the error, and over many updates the bias adds up. We take the
+    # gamma of the steady state, for each half of the probes from the other half: then T
+    # is unbiased.
+    norms = _mean_of_others(jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0))
+    cross = 2 * _mean_of_others(jnp.sum((before.conj() * after).real, axis=0))
+    ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)
+    known = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
+    keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
+    kept = jnp.mean(keep)
+    change = after - keep * before
+    # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
+    sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
+    std_err = jnp.hypot(kept * jnp.where(known, state.std_err, 0), sampled)
+    value = scale * jnp.sum(probes.conj() * change) / m
+    value = kept * jnp.where(known, state.value, 0) + value
+    value, std_err = jax.lax.stop_gradient((value, std_err))
+    state = DynamicState(parameters, value, std_err, state.count + 1, state.key)
+    stats = {"num_matvecs": 2 * m, "gamma": 1 - kept}
+    result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
+    return Solution(value, std_err, result, stats, state)
+
+
+def _apply(execution: AbstractExecution, operator: FlatOperator, probes: Array) -> Array:
+    with full_precision(lambda x: execution.matmat(operator, x)) as matmat:
+        return matmat(probes)
+
+
+def _mean_of_others(x: Real[Array, " m"]) -> Real[Array, " m"]:
+    """For each probe the mean over the half of the probes that it is not in."""
+    half = len(x) // 2
+    first, second = jnp.mean(x[:half]), jnp.mean(x[half:])
+    return jnp.where(jnp.arange(len(x)) < half, second, first)
 
 
 DynamicTrace.__init__.__doc__ = """**Arguments:**

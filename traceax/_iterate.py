@@ -14,9 +14,9 @@ from ._flat import FlatOperator
 from ._solution import failure, RESULTS
 
 
-class Look(eqx.Module):
-    """What decides whether to go on: the estimate, its standard error, and the number of
-    samples that they are from."""
+class Assessment(eqx.Module):
+    """What decides whether another round is made: the estimate, its standard error, and
+    the number of samples that they are from."""
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
@@ -24,15 +24,18 @@ class Look(eqx.Module):
 
 
 class LoopState(eqx.Module):
-    """What another loop goes on from: the rounds made, and what they left."""
+    """What a later call goes on from: the number of rounds made, the buffers that they
+    filled, and what was assessed of them."""
 
     rounds: Int[Array, ""]
-    state: PyTree[Array]
+    buffers: PyTree[Array]
+    assessment: Assessment
     round_size: int = eqx.field(static=True)
 
 
-class Ended(eqx.Module):
-    """How a loop ended; without one, nothing to tell."""
+class LoopResult(eqx.Module):
+    """How a loop ended: the fields of [`Estimate`][] that it decides. With a fixed budget
+    there is one round, and nothing to tell."""
 
     rounds: Int[Array, ""] | int = 1
     result: Any = None
@@ -43,57 +46,74 @@ class Ended(eqx.Module):
 def iterate(
     adaptive: Adaptive,
     step: Callable[[PyTree[Array], Int[Array, ""]], PyTree[Array]],
-    look: Callable[[PyTree[Array], Int[Array, ""]], Look],
-    fresh: PyTree[Array],
-) -> Ended:
-    """`state = step(state, rounds)` until `look(state, rounds)` is good enough, at most
-    `num_rounds` times, in all runs of which this one resumes the last."""
+    assess: Callable[[PyTree[Array], Int[Array, ""]], Assessment],
+    empty: PyTree[Array],
+    *,
+    independent: bool = False,
+) -> LoopResult:
+    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough,
+    at most `num_rounds` times, counting those of the earlier run that this one resumes.
+
+    Where the samples are `independent`, the error falls as one over the root of their
+    number, and the loop ends as soon as the exact answer costs less than what is missing.
+    """
     num_rounds = adaptive.num_rounds
-    state, rounds = fresh, jnp.zeros((), jnp.int32)
-    if adaptive.state is not None:
-        rounds, state = _resume(adaptive.state, adaptive.round_size, fresh)
-    seen = look(state, rounds)
-    history = jnp.full((num_rounds, 3), jnp.nan, seen.std_err.dtype)
+    if adaptive.state is None:
+        rounds, buffers = jnp.zeros((), jnp.int32), empty
+        shapes = jax.eval_shape(assess, empty, rounds)
+        assessment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    else:
+        rounds, buffers, assessment = _resume(adaptive, empty)
+    real = assessment.std_err.dtype
+    history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
 
-    def go_on(carry):
+    def unfinished(carry):
         rounds, _, seen, _, _ = carry
-        sound = jnp.isfinite(seen.value) | (seen.count == 0)
-        done = adaptive.satisfied(seen.value, seen.std_err, seen.count)
-        return (rounds < num_rounds) & sound & ~done
+        finite = jnp.isfinite(seen.value) | (seen.count == 0)
+        ended = adaptive.satisfied(seen.value, seen.std_err, seen.count)
+        if independent and adaptive.exact_cost is not None:
+            excess = adaptive.excess(seen.value, seen.std_err, seen.count)
+            missing = rounds * adaptive.round_size * (excess**2 - 1)
+            enough = seen.count >= adaptive.min_samples
+            ended |= enough & (missing > adaptive.exact_cost)
+        return (rounds < num_rounds) & finite & ~ended
 
-    def one(carry):
-        rounds, state, _, history, meter = carry
-        state = step(state, rounds)
+    def one_round(carry):
+        rounds, buffers, _, history, meter = carry
+        buffers = step(buffers, rounds)
         rounds = rounds + 1
-        seen = look(state, rounds)
+        seen = assess(buffers, rounds)
         spent = rounds * adaptive.round_size
-        value = seen.value + adaptive.offset.astype(history.dtype)
-        rounds = _tell(adaptive.callback, rounds, spent, value, seen.std_err)
-        row = jnp.stack([spent.astype(history.dtype), value.real, seen.std_err])
-        history = history.at[rounds - 1].set(row)
-        way = adaptive.excess(seen.value, seen.std_err, seen.count)
-        share = jnp.minimum(1 / way**2, seen.count / adaptive.min_samples)
+        value = seen.value + adaptive.offset.astype(real)
+        rounds = _report(adaptive.callback, rounds, spent, value, seen.std_err)
+        if adaptive.history:
+            row = jnp.stack([spent.astype(real), value.real, seen.std_err])
+            history = history.at[rounds - 1].set(row)
+        excess = adaptive.excess(seen.value, seen.std_err, seen.count)
+        share = jnp.minimum(1 / excess**2, seen.count / adaptive.min_samples)
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
-        return rounds, state, seen, history, adaptive.progress.step(meter, share)
+        return rounds, buffers, seen, history, adaptive.progress.step(meter, share)
 
     meter = adaptive.progress.init()
-    carry = (rounds, state, seen, history, meter)
-    rounds, state, seen, history, meter = jax.lax.while_loop(go_on, one, carry)
+    carry = (rounds, buffers, assessment, history, meter)
+    rounds, buffers, seen, history, meter = jax.lax.while_loop(
+        unfinished, one_round, carry
+    )
     adaptive.progress.close(meter)
     done = adaptive.satisfied(seen.value, seen.std_err, seen.count)
-    return Ended(
+    return LoopResult(
         rounds=rounds,
         result=failure(~done & jnp.isfinite(seen.value), RESULTS.max_matvecs_reached),
-        state=LoopState(rounds, state, adaptive.round_size),
+        state=LoopState(rounds, buffers, seen, adaptive.round_size),
         extra={"history": history} if adaptive.history else {},
     )
 
 
-def _tell(
+def _report(
     callback: Callable[..., None] | None, rounds: Int[Array, ""], *seen: Array
 ) -> Int[Array, ""]:
-    """`rounds`, from a call on the host: pure, so that the loop has reverse mode on any
-    JAX, and needed, so that it is made."""
+    """`rounds`, after `callback(*seen)` was called on the host. A pure callback, for
+    which the loop has reverse mode on any JAX; it is made because its result is used."""
     if callback is None:
         return rounds
 
@@ -105,16 +125,18 @@ def _tell(
 
 
 def _resume(
-    earlier: PyTree[Array], round_size: int, fresh: PyTree[Array]
-) -> tuple[Int[Array, ""], PyTree[Array]]:
-    """The rounds of a shorter run, and its state in the buffers of a longer one."""
+    adaptive: Adaptive, empty: PyTree[Array]
+) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
+    """The rounds of a shorter run, what it left in the buffers of a longer one, and what
+    was assessed of it."""
+    earlier, round_size = adaptive.state, adaptive.round_size
     if not isinstance(earlier, LoopState):
         raise TypeError(
             "`state` must be the `state` of a solution with an adaptive budget. Found an "
             f"object of type {type(earlier).__name__}."
         )
-    same = jax.tree.structure(earlier.state) == jax.tree.structure(fresh)
-    pairs = zip(jax.tree.leaves(fresh), jax.tree.leaves(earlier.state), strict=False)
+    same = jax.tree.structure(earlier.buffers) == jax.tree.structure(empty)
+    pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(earlier.buffers), strict=False)
     if not same or earlier.round_size != round_size:
         raise ValueError(
             "`state` must be of a call with the same operator, estimator and "
@@ -132,7 +154,8 @@ def _resume(
     def embed(large, small):
         return jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
 
-    return earlier.rounds, jax.tree.map(embed, fresh, earlier.state)
+    buffers = jax.tree.map(embed, empty, earlier.buffers)
+    return earlier.rounds, buffers, earlier.assessment
 
 
 def sum_over_rounds(
@@ -163,15 +186,21 @@ def sum_over_rounds(
 
 
 class Streamed(eqx.Module):
-    """Independent samples: their moments first in `summary`, and `others` beside them.
-    `mean` is a function whose result has the derivatives of the mean."""
+    """What `stream` has made of independent samples.
+
+    - `samples`: the samples, infinite where none were made.
+    - `others`: what came with each of them.
+    - `summary`: what all of them reduce to, their `Moments` first.
+    - `mean`: a function whose result has the derivatives of the mean.
+    - `count`: the number of samples.
+    """
 
     samples: Inexact[Array, " m"]
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
     mean: Callable[[], Inexact[Array, ""]]
     count: Int[Array, ""] | int
-    ended: Ended
+    loop: LoopResult
 
 
 def stream(
@@ -183,13 +212,18 @@ def stream(
     execution: AbstractExecution,
     width: int = 1,
 ) -> Streamed:
-    """`fn(operator, i)` is sample i and what comes with it. What `reduce` makes of some,
-    `merge` puts together, moments first; of no samples it is zeros."""
+    """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
+    and what comes with it.
+
+    `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
+    `merge` makes one summary of several that are stacked. A summary of no samples is all
+    zeros.
+    """
     if not isinstance(k, Adaptive):
         outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
         samples, others = outs
         summary, mean = merge(parts), lambda: jnp.mean(samples)
-        return Streamed(samples, others, summary, mean, k, Ended())
+        return Streamed(samples, others, summary, mean, k, LoopResult())
 
     size, num_rounds = k.round_size, k.num_rounds
 
@@ -197,9 +231,9 @@ def stream(
         indices = rounds * size + jnp.arange(size)
         return execution.map_reduce(fn, reduce, operator.frozen, indices, width)
 
-    def step(state, rounds):
+    def step(buffers, rounds):
         outs, parts = one_round(rounds)
-        kept, summary = state
+        kept, summary = buffers
         kept = jax.tree.map(
             lambda all, new: jax.lax.dynamic_update_slice_in_dim(
                 all, new, rounds * size, axis=0
@@ -212,26 +246,26 @@ def stream(
         )
         return kept, merge(parts)
 
-    def look(state, rounds):
-        moments = state[1][0]
-        return Look(moments.mean, moments.std_err(), moments.count)
+    def assess(buffers, rounds):
+        moments = buffers[1][0]
+        return Assessment(moments.mean, moments.std_err(), moments.count)
 
     outs, parts = jax.eval_shape(one_round, jnp.zeros((), jnp.int32))
     kept = jax.tree.map(
-        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.nan, x.dtype), outs
+        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype), outs
     )
     none = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(merge, parts)
     )
-    ended = iterate(k, step, look, (kept, none))
-    (samples, others), summary = ended.state.state
-    count = ended.rounds * size
+    loop = iterate(k, step, assess, (kept, none), independent=True)
+    (samples, others), summary = loop.state.buffers
+    count = loop.rounds * size
 
     def mean():
         indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
         sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
-        rounds = ended.rounds
+        rounds = loop.rounds
         total = sum_over_rounds(sample, operator, indices, rounds, execution, width)
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
-    return Streamed(samples, others, summary, mean, count, ended)
+    return Streamed(samples, others, summary, mean, count, loop)

@@ -210,7 +210,6 @@ def logdet(
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     definite = lx.is_positive_semidefinite(operator)
     negative = lx.is_negative_semidefinite(operator)
     slq = isinstance(estimator, SLQEstimator)

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -84,7 +84,8 @@ The budget ended before the error bar was as small as asked.
 Likely remedies:
 
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
-    number of samples. `solution.state` saves what has been spent already; or
+    number of samples, and with more than n by a round or more, the exact answer is taken
+    where they are not enough. `solution.state` saves what has been spent already; or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
@@ -205,3 +206,17 @@ class Solution(eqx.Module):
     result: RESULTS
     stats: dict[str, Any]
     state: PyTree[Any]
+    estimated: ClassVar[tuple[str, ...]] = ("value",)
+
+    @property
+    def details(self) -> str:
+        """What the numbers of a failed call say, beside the message of its result."""
+        if self.result == RESULTS.max_matvecs_reached:
+            return (
+                f"Reached {self.value} with a standard error of {self.std_err} after "
+                f"{self.stats['num_matvecs']} products."
+            )
+        if "ritz_values" in self.stats:
+            smallest, largest = self.stats["ritz_values"]
+            return f"Found Ritz values from {smallest} to {largest}."
+        return ""

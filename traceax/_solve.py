@@ -1,20 +1,85 @@
-from typing import Any, ClassVar, Protocol
+"""The one path from a public call to its answer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from ._adaptive import Adaptive, largest_budget
-from ._checks import check_key, check_operator, check_positive
+from ._checks import check_flag, check_instance, check_key, check_operator, check_positive
 from ._execution import AbstractExecution
 from ._flat import standard_promotion
 from ._solution import Estimate, RESULTS, Solution
 
 
+class _Answer(Protocol):
+    """What a public call returns. `estimated` are its fields that become NaN where the
+    call failed and nothing can be raised."""
+
+    estimated: ClassVar[tuple[str, ...]]
+
+    @property
+    def result(self) -> Any: ...
+
+    @property
+    def details(self) -> str: ...
+
+
+_AnswerT = TypeVar("_AnswerT", bound=_Answer)
+
+
+def call(
+    fn: Callable[..., _AnswerT],
+    *args: PyTree,
+    name: str,
+    execution: AbstractExecution,
+    throw: bool,
+) -> _AnswerT:
+    """`fn(*args)`, compiled, in the contexts that all our code is traced in; raises if it
+    failed and `throw` says so. `fn` must be the same object at each call."""
+    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
+    check_flag("throw", throw)
+    answer, failed = _compiled(fn, args, name, execution)
+    return _raise_if(failed, answer, execution) if throw else answer
+
+
+@eqx.filter_jit
+def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
+    with jax.named_scope(name), standard_promotion(), execution.factorising():
+        answer = fn(*args)
+    return answer, answer.result != RESULTS.successful
+
+
+def _raise_if(
+    failed: Bool[Array, ""], answer: _AnswerT, execution: AbstractExecution
+) -> _AnswerT:
+    fields = lambda x: [getattr(x, name) for name in x.estimated]  # noqa: E731
+    values = fields(answer)
+    if isinstance(failed, Tracer):
+        if execution.can_raise:
+            values = answer.result.error_if(values, failed)
+        else:
+            values = [jnp.where(failed, jnp.nan, x) for x in values]
+    elif failed:
+        message = f"{RESULTS[answer.result]}\n\n{answer.details}".strip()
+        # On one device: an error on one of several would leave the others waiting for it.
+        # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
+        zero = eqx.error_if(jnp.zeros(()), jnp.ones((), bool), message)
+        values = [x + zero.astype(x.dtype) for x in values]
+    else:
+        return answer
+    return eqx.tree_at(fields, answer, values)
+
+
 class _Runnable(Protocol):
+    """An estimator, with the settings of one call."""
+
     fallback: ClassVar[str]
 
     @property
@@ -36,19 +101,52 @@ class _Runnable(Protocol):
     ) -> Estimate: ...
 
 
-@eqx.filter_jit
-def _run(estimator, operator, k, key, execution) -> Solution:
-    scope = jax.named_scope(estimator.name)
-    with scope, standard_promotion(), execution.factorising():
-        size = operator.in_size()
-        if isinstance(k, Adaptive):
-            exact, k = k.round_size >= size, k.at_most(size)
-        else:
-            exact = k >= size
-        if exact:
-            estimate = estimator.exact(operator, execution)
-        else:
-            estimate = estimator.run(operator, k, key, execution)
+def solve(
+    estimator: _Runnable,
+    operator: lx.AbstractLinearOperator,
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+    throw: bool,
+) -> Solution:
+    """The call of an estimator. A budget of n or more is spent on the exact answer,
+    whatever the estimator; an adaptive one, where that turns out to be cheaper."""
+    check_operator(operator)
+    check_key(key)
+    if not isinstance(k, Adaptive):
+        k = check_positive("k", k)
+    budget = largest_budget(k)
+    if budget < min(estimator.min_matvecs, operator.in_size()):
+        raise ValueError(
+            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found "
+            f"k={budget}. Raise `k`, or use `traceax.{estimator.fallback}`, which needs "
+            "1."
+        )
+    arguments = (estimator, operator, k, key, execution)
+    name = estimator.name
+    return call(_solve, *arguments, name=name, execution=execution, throw=throw)
+
+
+def _solve(estimator, operator, k, key, execution) -> Solution:
+    size = operator.in_size()
+    if (k.round_size if isinstance(k, Adaptive) else k) >= size:
+        return _package(estimator.exact(operator, execution))
+    if isinstance(k, Adaptive):
+        k = k.within(size)
+    solution = _package(estimator.run(operator, k, key, execution))
+    if not isinstance(k, Adaptive) or k.exact_cost is None:
+        return solution
+
+    def take_exact():
+        return _replaced(solution, _package(estimator.exact(operator, execution)))
+
+    ended = solution.result == RESULTS.max_matvecs_reached
+    return jax.lax.cond(ended, take_exact, lambda: solution)
+
+
+def _package(estimate: Estimate) -> Solution:
+    """With the rounding floor in the error bar, and derivatives of the value alone."""
     value = estimate.value
     others = jax.lax.stop_gradient((estimate.std_err, estimate.samples, estimate.extra))
     std_err, samples, extra = others
@@ -66,56 +164,11 @@ def _run(estimator, operator, k, key, execution) -> Solution:
     return Solution(value, std_err, result, stats | extra, estimate.state)
 
 
-def solve(
-    estimator: _Runnable,
-    operator: lx.AbstractLinearOperator,
-    *,
-    k: int | Adaptive,
-    key: PRNGKeyArray | None,
-    execution: AbstractExecution,
-    throw: bool,
-) -> Solution:
-    """The one path from a call to its answer: check, run compiled, package.
-
-    A budget of n products or more is spent on the exact trace, whatever the estimator.
-    """
-    check_operator(operator)
-    check_key(key)
-    if not isinstance(k, Adaptive):
-        k = check_positive("k", k)
-    budget = largest_budget(k)
-    if budget < min(estimator.min_matvecs, operator.in_size()):
-        raise ValueError(
-            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found "
-            f"k={budget}. Raise `k`, or use `traceax.{estimator.fallback}`, which needs "
-            "1."
-        )
-    solution = _run(estimator, operator, k, key, execution)
-    return _raise_if_failed(solution, execution) if throw else solution
-
-
-def _raise_if_failed(solution: Solution, execution: AbstractExecution) -> Solution:
-    failed = solution.result != RESULTS.successful
-    if isinstance(failed, Tracer):
-        if execution.can_raise:
-            return solution.result.error_if(solution, failed)
-        value = jnp.where(failed, jnp.nan, solution.value)
-        return eqx.tree_at(lambda x: x.value, solution, value)
-    if not failed:
-        return solution
-    if solution.result == RESULTS.max_matvecs_reached:
-        found = (
-            f"Reached {solution.value} with a standard error of {solution.std_err} after "
-            f"{solution.stats['num_matvecs']} products."
-        )
-    elif "ritz_values" in solution.stats:
-        smallest, largest = solution.stats["ritz_values"]
-        found = f"Found Ritz values from {smallest} to {largest}."
-    else:
-        found = ""
-    message = f"{RESULTS[solution.result]}\n\n{found}".strip()
-    # On one device: an error on one of several would leave the others waiting for it.
-    # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
-    zero = jnp.zeros((), solution.value.dtype)
-    value = solution.value + eqx.error_if(zero, jnp.ones((), bool), message)
-    return eqx.tree_at(lambda x: x.value, solution, value)
+def _replaced(solution: Solution, exact: Solution) -> Solution:
+    """`exact`, in the form of an adaptive solution that did not get there, and with what
+    it spent."""
+    products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
+    samples = jnp.full_like(solution.stats["samples"], exact.value)
+    stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
+    stats |= {"num_matvecs": products, "samples": samples}
+    return dataclasses.replace(exact, stats=stats, state=solution.state)

@@ -78,5 +78,4 @@ def trace(
         semidefinite tag is wrong.
     """
     check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     return solve(estimator, operator, k=k, key=key, execution=execution, throw=throw)

@@ -117,7 +117,6 @@ def trace_of_function(
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     function = as_spectral_function(function)
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps

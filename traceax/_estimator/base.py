@@ -13,7 +13,7 @@ from .._exact_trace import exact_trace
 from .._execution import AbstractExecution, full_precision, Local
 from .._flat import FlatOperator, flatten
 from .._gradient import attach, attach_derivative, form, Frame
-from .._iterate import Ended, iterate, Look, stream, sum_over_rounds
+from .._iterate import Assessment, iterate, LoopResult, stream, sum_over_rounds
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
@@ -148,17 +148,17 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
-        found = stream(body, reduce, merge, flat, k, execution)
-        (moments,) = found.summary
+        streamed = stream(body, reduce, merge, flat, k, execution)
+        (moments,) = streamed.summary
         return Estimate(
-            value=attach_derivative(moments.mean, found.mean),
+            value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
-            samples=found.samples,
-            num_matvecs=found.count,
+            samples=streamed.samples,
+            num_matvecs=streamed.count,
             rounding=flat.rounding,
-            result=found.ended.result,
-            extra=found.ended.extra,
-            state=found.ended.state,
+            result=streamed.loop.result,
+            extra=streamed.loop.extra,
+            state=streamed.loop.state,
         )
 
 
@@ -264,10 +264,10 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
         with full_precision(lambda x: execution.matmat(flat.frozen, x)) as matmat:
             if isinstance(k, Adaptive):
-                sketch, ended = self._in_rounds(matmat, flat, k, key, sign)
+                sketch, loop = self.in_rounds(matmat, flat, k, key, sign)
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
-                sketch, ended = self.sketch(matmat, probes, k, flat.eps), Ended()
+                sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
             moments = Moments.of(sketch.samples, sketch.valid)
             value = (sketch.scale * moments.mean).astype(flat.dtype)
         if isinstance(k, Adaptive):
@@ -275,7 +275,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             columns = tuple(x.T.reshape(shape) for x in sketch.frame)
             value = attach_derivative(
                 value,
-                lambda: sum_over_rounds(form, flat, columns, ended.rounds, execution),
+                lambda: sum_over_rounds(form, flat, columns, loop.rounds, execution),
             )
         else:
             value = attach(flat, value, Frame(*sketch.frame), execution=execution)
@@ -287,40 +287,26 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
             result=first_failure(
-                failure(not_semidefinite, RESULTS.not_semidefinite), ended.result
+                failure(not_semidefinite, RESULTS.not_semidefinite), loop.result
             ),
-            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | ended.extra,
-            state=ended.state,
+            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | loop.extra,
+            state=loop.state,
         )
 
-    def _in_rounds(
+    def in_rounds(
         self,
         matmat: Callable[[Array], Array],
         flat: FlatOperator,
         k: Adaptive,
         key: PRNGKeyArray | None,
         sign: int,
-    ) -> tuple[Sketch, Ended]:
-        if not isinstance(self, AbstractGrowingEstimator):
-            raise ValueError(
-                f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
-                "Pass an integer, or use `traceax.XTraceEstimator`."
-            )
-        size = self.probes_in_round(k.round_size)
-
-        def step(state, rounds):
-            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
-            return self.grow(matmat, probes, state, rounds, flat.eps, k)
-
-        def look(state, rounds):
-            sketch = self.assess(state, rounds, flat.eps, k)
-            moments = Moments.of(sketch.samples, sketch.valid)
-            value = sign * sketch.scale * moments.mean
-            return Look(value, sketch.scale * sketch.std_err, moments.count)
-
-        fresh = self.start(flat.size, flat.dtype, k)
-        ended = iterate(k, step, look, fresh)
-        return self.assess(ended.state.state, ended.rounds, flat.eps, k), ended
+    ) -> tuple[Sketch, LoopResult]:
+        """The sketch that an adaptive budget ends with, and how it ended. The estimate is
+        `sign` times that of the sketch. Not every sketch can grow."""
+        raise ValueError(
+            f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
+            "Pass an integer, or use `traceax.XTraceEstimator`."
+        )
 
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
@@ -364,6 +350,22 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
     ) -> Sketch:
         """What `sketch` makes of the probes so far, without products. The columns of the
         frame are in the order of the rounds (`by_round`)."""
+
+    def in_rounds(self, matmat, flat, k, key, sign):
+        size = self.probes_in_round(k.round_size)
+
+        def step(state, rounds):
+            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
+            return self.grow(matmat, probes, state, rounds, flat.eps, k)
+
+        def assess(state, rounds):
+            sketch = self.assess(state, rounds, flat.eps, k)
+            moments = Moments.of(sketch.samples, sketch.valid)
+            value = sign * sketch.scale * moments.mean
+            return Assessment(value, sketch.scale * sketch.std_err, moments.count)
+
+        loop = iterate(k, step, assess, self.start(flat.size, flat.dtype, k))
+        return self.assess(loop.state.buffers, loop.rounds, flat.eps, k), loop
 
 
 def by_round(

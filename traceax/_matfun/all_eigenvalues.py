@@ -30,6 +30,8 @@ def exact_trace_of_function(
     extremes = nodes[jnp.array([0, -1])]
     result = check_domain(function, operator, extremes, value)
     extra = {"ritz_values": extremes}
+    if function.bracketed:
+        extra["bracket"] = jnp.stack([value, value])
     frame = gradient.frame(function, left, eye)
     return _package(operator, value, frame, execution, result, extra)
 
@@ -47,7 +49,7 @@ def exact_log_abs_det(
     left = jnp.matmul(u / nodes, vh, precision="highest")
     singular = s[-1] <= operator.eps * s[0]
     result = failure(singular, RESULTS.zero_determinant)
-    extra = {"ritz_values": s[jnp.array([-1, 0])]}
+    extra = {"ritz_values": s[jnp.array([-1, 0])], "bracket": jnp.stack([value, value])}
     frame = gradient.frame(Log(), left, eye, hermitian=False)
     return _package(operator, value, frame, execution, result, extra)
 

@@ -181,9 +181,9 @@ class SLQEstimator(AbstractFunctionEstimator):
             samples=found.samples,
             num_matvecs=found.count * num_steps * (1 if hermitian else 2),
             rounding=operator.rounding,
-            result=first_failure(in_domain, found.ended.result),
-            extra=extra | found.ended.extra,
-            state=found.ended.state,
+            result=first_failure(in_domain, found.loop.result),
+            extra=extra | found.loop.extra,
+            state=found.loop.state,
         )
 
 

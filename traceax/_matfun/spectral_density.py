@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -26,6 +26,8 @@ from .._kernel.lanczos import lanczos
 from .._kernel.quadrature import ritz
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
+from .._solution import failure, RESULTS
+from .._solve import call
 
 
 class SpectralDensity(eqx.Module):
@@ -57,6 +59,7 @@ class SpectralDensity(eqx.Module):
         the units of the eigenvalues.
     - `weights`: the masses, of the same shape. Each row sums to 1.
     - `num_matvecs`: how many products it was made from.
+    - `result`: a [`traceax.RESULTS`][] member: `successful` or `nonfinite_product`.
 
     Where a Krylov space was exhausted early, as with few distinct eigenvalues, the other
     nodes of a row are inside the spectrum and have no weight, or share that of a node
@@ -66,6 +69,12 @@ class SpectralDensity(eqx.Module):
     nodes: Real[Array, "k s"]
     weights: Real[Array, "k s"]
     num_matvecs: int = eqx.field(static=True)
+    result: Any = eqx.field(default_factory=lambda: RESULTS.successful)
+    estimated: ClassVar[tuple[str, ...]] = ("nodes", "weights")
+
+    @property
+    def details(self) -> str:
+        return ""
 
     def __call__(
         self, t: Real[ArrayLike, "*p"], width: Scalar | float
@@ -169,19 +178,17 @@ def _mean_over_rules(
     return mean.reshape(t.shape), std_err.reshape(t.shape)
 
 
-@eqx.filter_jit
-def _run(operator, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
+def _measure(operator, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
     def rule(flat, index):
         probe = draw_for(flat, sampler, key, index[None])[:, 0]
         run = lanczos(flat.mv, probe, num_steps, window=window, eps=flat.eps)
         nodes, vectors = ritz(run.alpha, run.beta)
         return jnp.stack([nodes, vectors[0] ** 2])
 
-    scope = jax.named_scope("spectral_density")
-    with scope, standard_promotion(), execution.factorising():
-        flat = flatten(operator).frozen
-        rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
-    return SpectralDensity(rules[:, 0], rules[:, 1], k * num_steps)
+    flat = flatten(operator).frozen
+    rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
+    result = failure(~jnp.all(jnp.isfinite(rules)), RESULTS.nonfinite_product)
+    return SpectralDensity(rules[:, 0], rules[:, 1], k * num_steps, result)
 
 
 def spectral_density(
@@ -193,6 +200,7 @@ def spectral_density(
     sampler: AbstractSampler = RademacherSampler(),
     window: int | None = None,
     execution: AbstractExecution = Local(),
+    throw: bool = True,
 ) -> SpectralDensity:
     r"""Where the eigenvalues of a Hermitian operator are, by stochastic Lanczos
     quadrature.
@@ -232,13 +240,13 @@ def spectral_density(
     - `window`: how many of the last basis vectors each new one is orthogonalised against,
         as for [`traceax.SLQEstimator`][]. `None`: all. 0: none; then an eigenvalue may
         come as several nodes that share its weight.
-    - `execution`: as in [`traceax.trace`][].
+    - `execution`, `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
     A [`traceax.SpectralDensity`][], which is called for the smoothed density, and whose
     `cumulative` is the distribution function. Real arrays of the operator's precision,
-    float32 for operators in bfloat16 or float16. NaN if a product was not finite.
+    float32 for operators in bfloat16 or float16.
 
     There are two errors. That of sampling falls with `k`, and is in the standard errors
     that its methods give. That of the quadrature falls with `num_steps`, and is small
@@ -260,6 +268,7 @@ def spectral_density(
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is below 1; `window` is negative; `key` is missing; the sampler's
         dtype does not fit.
+    - An `equinox` run-time error with `throw=True`: a product was not finite.
 
     ??? cite
 
@@ -296,6 +305,7 @@ def spectral_density(
     k = check_positive("k", k)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
-    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_window(window)
-    return _run(operator, k, num_steps, key, sampler, window, execution)
+    arguments = (operator, k, num_steps, key, sampler, window, execution)
+    name = "spectral_density"
+    return call(_measure, *arguments, name=name, execution=execution, throw=throw)
