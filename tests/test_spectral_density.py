@@ -1,6 +1,7 @@
 """Spectral densities: Gauss rules for what each probe sees, unbiased over probes, and
 right where an operator is degenerate."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr

@@ -8,6 +8,8 @@ import equinox.internal as eqxi
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
+from ._checks import plain_integer
+
 
 class Adaptive(eqx.Module):
     r"""A budget that ends when the estimate is accurate enough: pass it as `k`.
@@ -113,7 +115,8 @@ class Adaptive(eqx.Module):
         least = {"max_k": (max_k, 1), "round_size": (round_size, 2)}
         least["min_samples"] = (min_samples, 4)
         for name, (value, smallest) in least.items():
-            if type(value) is not int or value < smallest:
+            number = plain_integer(value)
+            if type(number) is not int or number < smallest:
                 raise ValueError(
                     f"`{name}` must be a Python integer, {smallest} or more. Found "
                     f"{value!r}."
@@ -124,10 +127,10 @@ class Adaptive(eqx.Module):
             )
         self.rtol = jnp.asarray(rtol, float)
         self.atol = jnp.asarray(atol, float)
-        self.max_k = max_k
+        self.max_k = int(max_k)
         self.confidence = confidence
-        self.min_samples = min_samples
-        self.round_size = min(round_size, max_k)
+        self.min_samples = int(min_samples)
+        self.round_size = min(int(round_size), int(max_k))
         self.history = history
         self.progress = progress
         self.callback = callback

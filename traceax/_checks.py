@@ -1,7 +1,9 @@
 """What calls check of their arguments before anything is traced."""
 
+import functools as ft
 import operator as _builtin
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,6 +12,28 @@ import lineax as lx
 from jax.core import Tracer
 
 from ._flat import check_square, dtypes, hermitian_tag
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`fn`, which tells callers that are used to another order of arguments, as in
+    `trace(key, operator, k, estimator)`, of ours."""
+
+    @ft.wraps(fn)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if len(args) > 2 or (args and _is_key(args[0])):
+            found = ", ".join(type(each).__name__ for each in args)
+            raise TypeError(
+                f"`traceax.{fn.__name__}` takes the operator first and all but the "
+                f"estimator by name. Found positional arguments of the types {found}. "
+                f"Call `traceax.{fn.__name__}(operator, estimator, k=k, key=key)`."
+            )
+        return fn(*args, **kwargs)
+
+    return checked
 
 
 def check_operator(operator: Any) -> None:
@@ -58,6 +82,13 @@ def check_instance(name: str, value: Any, kind: type, example: str) -> None:
         )
 
 
+def plain_integer(value: Any) -> Any:
+    """Integers of any kind as Python's; anything else as it is."""
+    if isinstance(value, bool | Tracer) or not hasattr(value, "__index__"):
+        return value
+    return _builtin.index(value)
+
+
 def check_positive(name: str, value: Any) -> int:
     """A Python integer, 1 or more, on which array shapes depend."""
     if isinstance(value, Tracer):
@@ -67,15 +98,15 @@ def check_positive(name: str, value: Any) -> int:
             f"static_argnames='{name}')`, or use `equinox.filter_jit`, which does so for "
             "Python integers. If the budget depends on the data, use `traceax.Adaptive`."
         )
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = plain_integer(value)
+    if type(number) is not int:
         raise TypeError(
             f"`{name}` must be an integer. Found {value!r} of type "
             f"{type(value).__name__}. Round it, for example `int({value!r})`."
         )
-    value = _builtin.index(value)
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1. Found {value}.")
-    return value
+    if number < 1:
+        raise ValueError(f"`{name}` must be at least 1. Found {number}.")
+    return number
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -83,21 +114,18 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be True or False. Found {value!r}.")
 
 
-def check_window(window: Any) -> None:
-    if window is not None and (type(window) is not int or window < 0):
+def check_window(window: Any) -> int | None:
+    number = plain_integer(window)
+    if number is not None and (type(number) is not int or number < 0):
         raise ValueError(
             "`window` must be a Python integer, 0 or more, or None for all basis "
             f"vectors. Found {window!r}."
         )
+    return number
 
 
 def check_key(key: Any) -> None:
-    if key is None:
-        return
-    typed = eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if typed and key.shape == ():
-        return
-    if eqx.is_array(key) and key.dtype == jnp.uint32 and key.ndim == 1:
+    if key is None or _is_key(key):
         return
     shape = f" of shape {key.shape}" if eqx.is_array(key) else ""
     raise TypeError(
@@ -105,3 +133,10 @@ def check_key(key: Any) -> None:
         f"{type(key).__name__}{shape}. Pass, for example, `jax.random.key(0)`; for "
         "several keys use `jax.vmap`."
     )
+
+
+def _is_key(x: Any) -> bool:
+    if not eqx.is_array(x):
+        return False
+    typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x.shape == () if typed else x.dtype == jnp.uint32 and x.ndim == 1

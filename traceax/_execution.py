@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Shaped
 
+from ._checks import plain_integer
 from ._flat import FlatOperator
 from ._kernel.dense import factorising
 
@@ -133,7 +134,7 @@ class Local(AbstractExecution):
         LAPACK, and the rest on the accelerator. No effect on CPU.
     """
 
-    block_size: int | None = eqx.field(static=True, default=None)
+    block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     host_factorisations: bool = eqx.field(static=True, default=False)
     can_raise: ClassVar[bool] = True
 

@@ -45,9 +45,31 @@ class AbstractSampler(eqx.Module):
     dtype: eqx.AbstractVar[DTypeLike | None]
     rotation_invariant: eqx.AbstractClassVar[bool]
 
+    def __check_init__(self):
+        try:
+            jnp.dtype(float if self.dtype is None else self.dtype)
+        except TypeError:
+            name = type(self).__name__
+            raise TypeError(
+                f"`dtype` of `{name}` must be a dtype or None. Found {self.dtype!r}. It "
+                f"is the first field: pass others by name, as `{name}(name=value)`."
+            ) from None
+
     @abc.abstractmethod
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
-        """Draw one probe vector of shape `(n,)` and of the given dtype."""
+        """Draw one probe vector.
+
+        **Arguments:**
+
+        - `key`: a JAX PRNG key, another one for each vector.
+        - `n`: the length of the vector.
+        - `dtype`: that of the vector: real or complex, floating, for
+            `RademacherSampler` also a signed integer one.
+
+        **Returns:**
+
+        An array of shape `(n,)` and of the given dtype, with $E[\\omega \\omega^*] = I$.
+        """
 
     def __call__(self, key: PRNGKeyArray, n: int, k: int) -> Num[Array, "n k"]:
         """Draw `k` probe vectors. Column `i` depends on `key` and `i` alone.
@@ -77,9 +99,17 @@ def draw(
     dtype: DTypeLike,
 ) -> Num[Array, "n k"]:
     """Probes with the given global indices: probe `i` is drawn from `fold_in(key, i)`."""
-    return jax.vmap(
-        lambda index: sampler.sample(jr.fold_in(key, index), n, dtype), out_axes=1
-    )(indices)
+
+    def one(index):
+        probe = sampler.sample(jr.fold_in(key, index), n, dtype)
+        if jnp.shape(probe) != (n,):
+            raise ValueError(
+                f"`{type(sampler).__name__}.sample` must return an array of shape ({n},) "
+                f"for n={n}. Found {jnp.shape(probe)}."
+            )
+        return probe
+
+    return jax.vmap(one, out_axes=1)(indices)
 
 
 def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLike:

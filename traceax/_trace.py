@@ -4,7 +4,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance
+from ._checks import check_instance, operator_first
 from ._estimator.auto import AutoTraceEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
@@ -12,6 +12,7 @@ from ._solution import Solution
 from ._solve import solve
 
 
+@operator_first
 def trace(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractTraceEstimator = AutoTraceEstimator(),

@@ -138,7 +138,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self.sample(flat.mv, probe), ()
+            return self._checked_sample(flat.mv, probe), ()
 
         def reduce(outs, valid):
             return (Moments.of(outs[0], valid),)
@@ -160,6 +160,25 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             extra=streamed.loop.extra,
             state=streamed.loop.state,
         )
+
+    def _checked_sample(
+        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
+    ) -> Inexact[Array, ""]:
+        products = []
+
+        def counted(vector):
+            products.append(mv(vector))
+            return products[-1]
+
+        sample = self.sample(counted, probe)
+        if jnp.shape(sample) != () or len(products) != 1:
+            raise ValueError(
+                f"`{self.name}.sample` must return a scalar made from one product. Found "
+                f"the shape {jnp.shape(sample)} and {len(products)} products. Sum over "
+                "the entries; for several products write a "
+                "`traceax.AbstractSketchEstimator`."
+            )
+        return sample
 
 
 class Sketch(eqx.Module):

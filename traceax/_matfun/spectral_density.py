@@ -305,7 +305,7 @@ def spectral_density(
     k = check_positive("k", k)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
-    check_window(window)
+    window = check_window(window)
     arguments = (operator, k, num_steps, key, sampler, window, execution)
     name = "spectral_density"
     return call(_measure, *arguments, name=name, execution=execution, throw=throw)
