@@ -7,7 +7,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
+import numpy as np
+import wadler_lindig as wl
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
@@ -116,6 +119,9 @@ def solve(
     check_key(key)
     if not isinstance(k, Adaptive):
         k = check_positive("k", k)
+    elif k.state is not None:
+        _check_state(k.state, estimator, key)
+        k = dataclasses.replace(k, state=k.state.loop)
     budget = largest_budget(k)
     if budget < min(estimator.min_matvecs, operator.in_size()):
         raise ValueError(
@@ -128,14 +134,53 @@ def solve(
     return call(_solve, *arguments, name=name, execution=execution, throw=throw)
 
 
+class RunState(eqx.Module):
+    """What a later call goes on from, and what it must have in common with this one: the
+    key, and the estimator with its settings, as text."""
+
+    loop: PyTree[Array]
+    key: PRNGKeyArray | None
+    settings: str = eqx.field(static=True)
+
+
+def _settings(estimator: _Runnable) -> str:
+    return wl.pformat(estimator, hide_defaults=False, short_arrays=True)
+
+
+def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> None:
+    """A key that is traced cannot be compared."""
+    if not isinstance(state, RunState):
+        raise TypeError(
+            "`state` must be the `state` of a solution with an adaptive budget. Found an "
+            f"object of type {type(state).__name__}."
+        )
+    settings = _settings(estimator)
+    if state.settings != settings:
+        raise ValueError(
+            "`state` must be of a call with the same estimator and settings. Found one "
+            f"of\n{state.settings}\nfor\n{settings}"
+        )
+    if state.key is None or isinstance(key, Tracer) or isinstance(state.key, Tracer):
+        return
+    ours, theirs = (np.asarray(jr.key_data(each)) for each in (key, state.key))
+    if not np.array_equal(ours, theirs):
+        raise ValueError(
+            "`state` must be of a call with the same `key`, from which all probes are "
+            f"drawn. Found {key} and in the state {state.key}."
+        )
+
+
 def _solve(estimator, operator, k, key, execution) -> Solution:
     size = operator.in_size()
     if (k.round_size if isinstance(k, Adaptive) else k) >= size:
         return _package(estimator.exact(operator, execution))
-    if isinstance(k, Adaptive):
-        k = k.within(size)
-    solution = _package(estimator.run(operator, k, key, execution))
-    if not isinstance(k, Adaptive) or k.exact_cost is None:
+    if not isinstance(k, Adaptive):
+        return _package(estimator.run(operator, k, key, execution))
+    k = k.within(size)
+    estimate = estimator.run(operator, k, key, execution)
+    state = RunState(estimate.state, key, _settings(estimator))
+    solution = _package(dataclasses.replace(estimate, state=state))
+    if k.exact_cost is None:
         return solution
 
     def take_exact():
