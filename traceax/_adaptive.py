@@ -51,7 +51,8 @@ class Adaptive(eqx.Module):
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends.
     - `history`: whether `stats["history"]`, shape `(rounds, 3)`, has the budget spent,
-        the value and the standard error after each round, padded with NaN.
+        the value and the standard error after each round that this call made. Other rows
+        are infinite, and so are entries of `stats` for samples that were not made.
     - `progress`: an `equinox` progress meter, to which the fraction of the way is told:
         that of the budget, or of what it takes to reach the tolerance at this rate,
         whichever is larger.

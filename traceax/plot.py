@@ -68,7 +68,8 @@ def convergence(
             "the call that made it. An exact answer, which is what a round of n or more "
             "gives, has none: lower `round_size`."
         )
-    spent, value, std_err = np.asarray(solution.stats["history"]).T
+    history = np.asarray(solution.stats["history"])
+    spent, value, std_err = history[np.isfinite(history[:, 0])].T
     axes = _axes(ax)
     _curve(axes, spent, value, std_err, {"marker": "."} | kwargs)
     if exact is not None:

@@ -140,7 +140,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             state.probes, state.q @ rotation, loo, self.improved, rounds * b
         )
         return Sketch(
-            jnp.where(valid, samples, jnp.nan),
+            jnp.where(valid, samples, jnp.inf),
             std_err,
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=rounds * 2 * b,
