@@ -78,11 +78,24 @@ class AbstractExecution(eqx.Module):
         xs: PyTree[Shaped[Array, "m ..."]],
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
-        """`fn(operator, x)` for each `x` along the leading axis of `xs`, stacked; and
-        `reduce(those, valid)` for each of the d parts of them that one device makes,
-        stacked. Where `valid` is False the result is one more copy of the last one. One
-        call of `fn` holds about `width` vectors of length n. The reduced parts carry no
-        derivatives."""
+        """Apply a function to each of several inputs, and summarise what each device has
+        made.
+
+        **Arguments:**
+
+        - `fn`: a function of the operator and of one input `x`, to a PyTree of arrays.
+        - `reduce`: a function of the results of one device, stacked, shape `(p, ...)`,
+            and of a mask of shape `(p,)`: False where a result is one more copy of the
+            last one. To a PyTree of arrays.
+        - `operator`: a square operator as a map of flat vectors.
+        - `xs`: the inputs, stacked along a leading axis of length m.
+        - `width`: how many vectors of length n one call of `fn` holds, about.
+
+        **Returns:**
+
+        The results of `fn`, stacked, shape `(m, ...)`; and those of `reduce`, one for
+        each of d devices, stacked, shape `(d, ...)`, which carry no derivatives.
+        """
 
     def map(
         self,
@@ -100,7 +113,12 @@ class AbstractExecution(eqx.Module):
 
     @abc.abstractmethod
     def factorising(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which dense factorisations are to be traced."""
+        """How dense factorisations are to be made.
+
+        **Returns:**
+
+        A context manager; what is traced inside makes them on the host, or by rows.
+        """
 
 
 class Local(AbstractExecution):

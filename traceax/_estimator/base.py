@@ -75,8 +75,20 @@ class AbstractTraceEstimator(eqx.Module):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """Estimate the trace with at most `k` products; `k` is valid and, if it is a
-        number, below n."""
+        """Estimate the trace.
+
+        **Arguments:**
+
+        - `operator`: a square operator of size n, checked.
+        - `k`: the budget of matrix-vector products, a number below n or adaptive.
+        - `key`: a JAX PRNG key, or `None` if the caller gave none.
+        - `execution`: where products are to be made.
+
+        **Returns:**
+
+        An `Estimate`: the value, its standard error and the samples that it is the mean
+        of. From at most `k` products.
+        """
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -131,7 +143,18 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
     ) -> Inexact[Array, ""]:
-        """One unbiased estimate from one probe and one product; linear in the product."""
+        """One unbiased estimate of the trace.
+
+        **Arguments:**
+
+        - `mv`: the operator as a function of flat vectors, shape `(n,)` to `(n,)`. To be
+            called once.
+        - `probe`: a random vector of the `sampler`, shape `(n,)`.
+
+        **Returns:**
+
+        A scalar of the dtype of `probe`, linear in the product.
+        """
 
     def run(self, operator, k, key, execution):
         flat = flatten(operator)
@@ -263,7 +286,16 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
     @abc.abstractmethod
     def num_probes(self, k: int) -> int:
-        """How many probes to draw for a budget of `k` products."""
+        """How many probes to draw.
+
+        **Arguments:**
+
+        - `k`: the budget of products, `min_matvecs` or more.
+
+        **Returns:**
+
+        m, the number of columns of `probes` in `sketch`.
+        """
 
     @abc.abstractmethod
     def sketch(
@@ -273,8 +305,20 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         k: int,
         eps: float,
     ) -> Sketch:
-        """Estimate from `probes`. `matmat` applies the operator to the columns of an
-        array, at most `k` columns in all; `eps` is the unit roundoff of its products."""
+        """Estimate the trace from probes that are taken together.
+
+        **Arguments:**
+
+        - `matmat`: applies the operator to the columns of an array of shape `(n, p)`;
+            to at most `k` columns in all.
+        - `probes`: shape `(n, m)`, random columns of the `sampler`.
+        - `k`: the budget of products.
+        - `eps`: the unit roundoff of the products.
+
+        **Returns:**
+
+        A [`traceax.Sketch`][].
+        """
 
     def run(self, operator, k, key, execution):
         negative = self.semidefinite and _is_negative(operator, type(self).__name__)
@@ -345,11 +389,30 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
     @abc.abstractmethod
     def probes_in_round(self, k: int) -> int:
-        """How many probes to draw for a round of `k` products."""
+        """How many probes to draw in a round.
+
+        **Arguments:**
+
+        - `k`: the products of a round.
+
+        **Returns:**
+
+        b, the number of columns of `probes` in `grow`.
+        """
 
     @abc.abstractmethod
     def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
-        """The state without a probe."""
+        """Buffers for the largest budget.
+
+        **Arguments:**
+
+        - `n`, `dtype`: of the operator.
+        - `k`: the budget, with `k.num_rounds` rounds of `k.round_size` products.
+
+        **Returns:**
+
+        A PyTree of arrays, which `grow` changes and `assess` reads.
+        """
 
     @abc.abstractmethod
     def grow(
@@ -361,14 +424,39 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         eps: float,
         k: Adaptive,
     ) -> PyTree[Array]:
-        """The state with one more round, from at most `round_size` products."""
+        """Make one more round.
+
+        **Arguments:**
+
+        - `matmat`: as in `sketch`; to at most `k.round_size` columns in all.
+        - `probes`: shape `(n, b)`, those of this round.
+        - `state`: what the rounds before it left.
+        - `rounds`: the number of those, a traced integer.
+        - `eps`: the unit roundoff of the products.
+        - `k`: the budget.
+
+        **Returns:**
+
+        The state with this round.
+        """
 
     @abc.abstractmethod
     def assess(
         self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
     ) -> Sketch:
-        """What `sketch` makes of the probes so far, without products. The columns of the
-        frame are in the order of the rounds (`by_round`)."""
+        """What `sketch` would make of the probes so far. Makes no products.
+
+        **Arguments:**
+
+        - `state`: what `rounds` rounds have left.
+        - `rounds`, `eps`, `k`: as in `grow`.
+
+        **Returns:**
+
+        A [`traceax.Sketch`][] with as many samples as the largest budget has, of which
+        `valid` count. The columns of its frame are in the order of the rounds
+        (`by_round`), zero for those that were not made.
+        """
 
     def in_rounds(self, matmat, flat, k, key, sign):
         size = self.probes_in_round(k.round_size)
