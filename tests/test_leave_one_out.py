@@ -57,7 +57,7 @@ def test_thin_svd_dependent_columns(getkey, dtype, svd):
 def test_directions_leave_one_column_out(getkey, dtype):
     x = jr.normal(getkey(), (40, 6), dtype)
     q, s, vh = thin_svd(x, EPS)
-    loo = leave_one_out(s, vh)
+    loo = leave_one_out(s, vh, EPS)
     assert int(loo.rank) == 6
     assert bool(jnp.all(loo.essential))
     for i in range(6):
@@ -74,7 +74,7 @@ def test_directions_dependent_columns(getkey, scale):
     x = jr.normal(getkey(), (40, 4))
     x = scale * jnp.concatenate([x, x[:, :1]], axis=1)
     _, s, vh = thin_svd(x, 8 * EPS)
-    loo = leave_one_out(s, vh)
+    loo = leave_one_out(s, vh, EPS)
     assert int(loo.rank) == 4
     assert loo.essential.tolist() == [False, True, True, True, False]
     assert float(jnp.max(jnp.abs(loo.directions[:, jnp.array([0, 4])]))) == 0

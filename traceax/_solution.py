@@ -151,6 +151,7 @@ class Estimate(eqx.Module):
     - `samples`: the per-sample estimates, of which `value` is the mean.
     - `num_matvecs`: products with the operator.
     - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
+    - `magnitude`: what they are relative to, if it is larger than `value`.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
@@ -161,6 +162,7 @@ class Estimate(eqx.Module):
     samples: Inexact[Array, " m"]
     num_matvecs: Int[Array, ""] | int
     rounding: float = eqx.field(static=True)
+    magnitude: Real[Array, ""] | float = 0.0
     result: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None

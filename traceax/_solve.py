@@ -196,8 +196,8 @@ def _package(estimate: Estimate) -> Solution:
     others = jax.lax.stop_gradient((estimate.std_err, estimate.samples, estimate.extra))
     std_err, samples, extra = others
     if estimate.rounding > 0:
-        rounding = estimate.rounding * jnp.abs(jax.lax.stop_gradient(value))
-        std_err = jnp.hypot(std_err, rounding)
+        size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
+        std_err = jnp.hypot(std_err, estimate.rounding * size)
     result: Any = RESULTS.successful if estimate.result is None else estimate.result
     unseen = ~jnp.isfinite(value) & (result == RESULTS.successful)
     result = RESULTS.where(unseen, RESULTS.nonfinite_product, result)

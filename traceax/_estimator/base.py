@@ -227,7 +227,11 @@ class Sketch(eqx.Module):
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
     - `num_matvecs`: columns that the operator was applied to.
-    - `scale`: what `samples`, `std_err` and `extra` are still to be multiplied by.
+    - `scale`: what `samples`, `std_err`, `magnitude` and `extra` are still to be
+        multiplied by.
+    - `magnitude`: about the Frobenius norm of the operator, for estimators that do not
+        need a semidefinite one: rounding errors are relative to it where it is larger
+        than the trace.
     - `semidefinite`: False if the operator was seen not to be positive semidefinite.
     - `valid`: which samples count; `None` for all.
     - `extra`: entries for `Solution.stats`.
@@ -238,6 +242,7 @@ class Sketch(eqx.Module):
     frame: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]
     num_matvecs: Int[Array, ""] | int
     scale: Real[Array, ""] | float = 1.0
+    magnitude: Real[Array, ""] | float = 0.0
     semidefinite: Bool[Array, ""] | bool = True
     valid: Bool[Array, " m"] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
@@ -349,6 +354,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             samples=sign * sketch.scale * sketch.samples,
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
+            magnitude=sketch.scale * sketch.magnitude,
             result=first_failure(
                 failure(not_semidefinite, RESULTS.not_semidefinite), loop.result
             ),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._kernel.dense import qr
+from .._kernel.dense import normalise, qr
 from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
@@ -65,16 +65,23 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     def sketch(self, matmat, probes, k, eps):
         m = k // 3
         g = k - 2 * m
-        basis, _ = qr(matmat(probes[:, :m]))
+        products, scale = normalise(matmat(probes[:, :m]))
+        basis, _ = qr(products)
         rest = probes[:, m:]
         rest = rest - basis @ (basis.conj().T @ rest)
         # Algorithm 1 of the paper: both traces from one more block of products.
         directions = jnp.concatenate([basis, rest], axis=1)
-        forms = jnp.sum(directions.conj() * matmat(directions), axis=0)
+        forms = jnp.sum(directions.conj() * matmat(directions), axis=0) / scale
         samples = jnp.sum(forms[:m]) + forms[m:]
         left = jnp.concatenate([basis, rest / g], axis=1)
-        std_err = Moments.of(samples).std_err()
-        return Sketch(samples, std_err, (left, directions), num_matvecs=k)
+        return Sketch(
+            samples,
+            Moments.of(samples).std_err(),
+            (left, directions),
+            num_matvecs=k,
+            scale=scale,
+            magnitude=jnp.linalg.norm(products) / m**0.5,
+        )
 
     def probes_in_round(self, k):
         return k // 2 * 2
@@ -149,6 +156,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             by_round(left, right, k.num_rounds),
             num_matvecs=rounds * size,
             scale=state.scale,
+            magnitude=state.size / (size // 2) ** 0.5,
             valid=valid,
         )
 

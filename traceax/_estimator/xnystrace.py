@@ -82,7 +82,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         # NOTE: the paper multiplies A by the probes; we multiply it by an orthonormal
         # basis of them, which spans the same approximation and is better conditioned.
         basis, s, vh = orthonormalise(probes)
-        loo = leave_one_out(s, vh)
+        loo = leave_one_out(s, vh, float(jnp.finfo(s.dtype).eps))
         products, scale = normalise(matmat(basis))
         approximation = nystrom(basis, products, eps)
         gram = approximation.factor.conj().T @ approximation.factor
@@ -91,7 +91,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
 
         # The frame is that of XTrace for the same probes.
         q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
-        frame = leave_one_out_frame(probes, q, leave_one_out(s, vh), self.improved)
+        frame = leave_one_out_frame(probes, q, leave_one_out(s, vh, eps), self.improved)
         std_err, extra = standard_errors(samples, without)
         return Sketch(
             samples,
@@ -121,8 +121,9 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         whitener, shift, semidefinite, gram = nystrom.whiten(eps)
 
         u, s, vh = svd(state.probes)
-        s = jnp.where(s > m * jnp.finfo(s.dtype).eps * s[0], s, 0)
-        loo = leave_one_out(s, vh)
+        roundoff = float(jnp.finfo(s.dtype).eps)
+        s = jnp.where(s > m * roundoff * s[0], s, 0)
+        loo = leave_one_out(s, vh, roundoff)
         p = whitener @ (u @ loo.directions)
         samples, without = self._leave_one_out(loo, p, gram, shift, n)
         valid = jnp.arange(m) < count
@@ -133,7 +134,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         left, right = leave_one_out_frame(
             nystrom.basis @ state.probes,
             nystrom.q @ (u * (s > 0)),
-            leave_one_out(s, vh),
+            leave_one_out(s, vh, eps),
             self.improved,
             count,
         )

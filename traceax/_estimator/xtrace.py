@@ -96,6 +96,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             leave_one_out_frame(probes, q @ rotation, loo, self.improved),
             num_matvecs=2 * probes.shape[1],
             scale=scale,
+            magnitude=jnp.linalg.norm(r) / probes.shape[1] ** 0.5,
             extra=extra,
         )
 
@@ -145,6 +146,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=rounds * 2 * b,
             scale=state.scale,
+            magnitude=jnp.linalg.norm(state.small.r)
+            / jnp.maximum(jnp.sum(valid), 1) ** 0.5,
             valid=valid,
             extra=extra,
         )
@@ -154,7 +157,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         u, s, vh = svd(small.r)
         s = jnp.where(s > eps * s[0], s, 0)
         u = u * (s > 0)
-        loo = leave_one_out(s, vh)
+        loo = leave_one_out(s, vh, eps)
         essential = loo.essential.astype(int)
 
         # Below, e_j = omega_j - Q w_j is the part of probe j outside Q, and leaving out

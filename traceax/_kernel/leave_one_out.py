@@ -31,17 +31,27 @@ class LeaveOneOut(eqx.Module):
     rank: Int[Array, ""]
 
 
-def leave_one_out(s: Real[Array, " m"], vh: Inexact[Array, "m m"]) -> LeaveOneOut:
-    """The directions to project out, from singular values (0 beyond the rank) and
-    right singular vectors."""
+def leave_one_out(
+    s: Real[Array, " m"], vh: Inexact[Array, "m m"], eps: float
+) -> LeaveOneOut:
+    """The directions to project out, from singular values (0 beyond the rank), right
+    singular vectors, and the relative rounding error `eps` of `X`.
+
+    A column is essential where all null vectors `v` of `X` have a zero in its place, up
+    to their own rounding errors. The other columns give `x_i` with an error of
+    `eps |X| / |v_i|`; if that is not below the part of `x_i` that they are to give, which
+    is `distance`, then `x_i` is essential.
+    """
     kept = s > 0
     rank = jnp.sum(kept)
-    leverage = jnp.sum(kept[:, None] * jnp.abs(vh) ** 2, axis=0)
-    essential = leverage > 1 - jnp.finfo(s.dtype).eps ** 0.5
     largest = jnp.where(rank > 0, jnp.max(s), 1)
     inverse = jnp.where(kept, largest / jnp.where(kept, s, 1), 0)
-    raw = jnp.where(essential, inverse[:, None] * vh, 0)
+    raw = inverse[:, None] * vh
+    null = jnp.linalg.norm(jnp.where(kept[:, None], 0, vh), axis=0)
     norm = jnp.linalg.norm(raw, axis=0)
+    essential = kept.any() & (null <= 8 * eps * norm)
+    raw = jnp.where(essential, raw, 0)
+    norm = jnp.where(essential, norm, 0)
     safe = jnp.where(norm > 0, norm, 1)
     distance = jnp.where(norm > 0, largest / safe, 0)
     return LeaveOneOut(raw / safe, distance, essential, rank)
