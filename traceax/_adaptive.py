@@ -144,6 +144,13 @@ class Adaptive(eqx.Module):
         """How many rounds there are at most."""
         return max(1, self.max_k // self.round_size)
 
+    @property
+    def least_streak(self) -> int:
+        """After how many rounds in a row the estimate must be good enough, to end a run:
+        as many as make 8 products. Where samples are added a few at a time, one look of
+        many is easily a lucky one."""
+        return -(-8 // self.round_size)
+
     def within(self, n: int) -> "Adaptive":
         """The same for an operator of size n, where n units of the budget are enough for
         the exact answer. A budget for that and for a round besides keeps n units back,

@@ -25,9 +25,11 @@ class Assessment(eqx.Module):
 
 class LoopState(eqx.Module):
     """What a later call goes on from: the number of rounds made, the buffers that they
-    filled, and what was assessed of them."""
+    filled, what was assessed of them, and after how many rounds in a row up to now that
+    was good enough."""
 
     rounds: Int[Array, ""]
+    streak: Int[Array, ""]
     buffers: PyTree[Array]
     assessment: Assessment
     round_size: int = eqx.field(static=True)
@@ -51,26 +53,33 @@ def iterate(
     *,
     independent: bool = False,
 ) -> LoopResult:
-    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough,
-    at most `num_rounds` times, counting those of the earlier run that this one resumes.
+    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough
+    (`least_streak` times in a row), at most `num_rounds` times, counting those of the earlier run that this one resumes.
 
     Where the samples are `independent`, the error falls as one over the root of their
     number, and the loop ends as soon as the exact answer costs less than what is missing.
     """
     num_rounds = adaptive.num_rounds
+
+    def good(seen):
+        return adaptive.satisfied(seen.value, seen.std_err, seen.count)
+
     if adaptive.state is None:
-        rounds, buffers = jnp.zeros((), jnp.int32), empty
+        rounds = streak = jnp.zeros((), jnp.int32)
+        buffers = empty
         shapes = jax.eval_shape(assess, empty, rounds)
         assessment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
         rounds, buffers, assessment = _resume(adaptive, empty)
+        # The tolerance may be another one.
+        streak = jnp.where(good(assessment), jnp.maximum(adaptive.state.streak, 1), 0)
     real = assessment.std_err.dtype
     history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
 
     def unfinished(carry):
-        rounds, _, seen, _, _ = carry
+        rounds, streak, _, seen, _, _ = carry
         finite = jnp.isfinite(seen.value) | (seen.count == 0)
-        ended = adaptive.satisfied(seen.value, seen.std_err, seen.count)
+        ended = streak >= adaptive.least_streak
         if independent and adaptive.exact_cost is not None:
             excess = adaptive.excess(seen.value, seen.std_err, seen.count)
             missing = rounds * adaptive.round_size * (excess**2 - 1)
@@ -79,7 +88,7 @@ def iterate(
         return (rounds < num_rounds) & finite & ~ended
 
     def one_round(carry):
-        rounds, buffers, _, history, meter = carry
+        rounds, streak, buffers, _, history, meter = carry
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
@@ -92,19 +101,21 @@ def iterate(
         excess = adaptive.excess(seen.value, seen.std_err, seen.count)
         share = jnp.minimum(1 / excess**2, seen.count / adaptive.min_samples)
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
-        return rounds, buffers, seen, history, adaptive.progress.step(meter, share)
+        streak = jnp.where(good(seen), streak + 1, 0)
+        meter = adaptive.progress.step(meter, share)
+        return rounds, streak, buffers, seen, history, meter
 
     meter = adaptive.progress.init()
-    carry = (rounds, buffers, assessment, history, meter)
-    rounds, buffers, seen, history, meter = jax.lax.while_loop(
+    carry = (rounds, streak, buffers, assessment, history, meter)
+    rounds, streak, buffers, seen, history, meter = jax.lax.while_loop(
         unfinished, one_round, carry
     )
     adaptive.progress.close(meter)
-    done = adaptive.satisfied(seen.value, seen.std_err, seen.count)
+    missed = ~good(seen) & jnp.isfinite(seen.value)
     return LoopResult(
         rounds=rounds,
-        result=failure(~done & jnp.isfinite(seen.value), RESULTS.max_matvecs_reached),
-        state=LoopState(rounds, buffers, seen, adaptive.round_size),
+        result=failure(missed, RESULTS.max_matvecs_reached),
+        state=LoopState(rounds, streak, buffers, seen, adaptive.round_size),
         extra={"history": history} if adaptive.history else {},
     )
 
