@@ -1,15 +1,17 @@
+import importlib.metadata
 import os
 from pathlib import Path
 
 
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Nearly all of the time is compilation; without optimisation it takes half. Eight
-# simulated devices, of which most tests use one.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8",
-)
+# Nearly all of the time is compilation; without optimisation it takes half, and with the
+# older way to emit fused operations, while there is one, a third of that. Eight simulated
+# devices, of which most tests use one.
+FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 import equinox.internal as eqxi
 import jax
