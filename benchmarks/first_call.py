@@ -25,7 +25,6 @@ OURS = ["log-determinant", *(f"{name}, adaptive" for name in ESTIMATORS)]
 def first_call(name: str, differentiated: bool) -> None:
     """Print the CPU seconds of the first call, in this process, of either release."""
     import jax
-    import jax.numpy as jnp
     import lineax as lx
 
     start = time.process_time()

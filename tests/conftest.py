@@ -1,5 +1,5 @@
-import importlib.metadata
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -8,10 +8,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Nearly all of the time is compilation; without optimisation it takes half, and with the
 # older way to emit fused operations, while there is one, a third of that. Eight simulated
 # devices, of which most tests use one.
-FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import equinox.internal as eqxi
 import jax

@@ -1,6 +1,6 @@
 """What several test files share: matrices, operators, compiled calls and the list of
-estimators. Matrices are made by NumPy and are arguments of the compiled calls, so that one
-program serves all matrices of a shape."""
+estimators. Matrices are made by NumPy and are arguments of the compiled calls, so that
+one program serves all matrices of a shape."""
 
 from typing import NamedTuple
 

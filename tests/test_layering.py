@@ -26,6 +26,7 @@ LEVELS = [
     "_exact_trace _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues",
     "_estimator.base _matfun.base",
+    "_estimator.sketch",
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto plot",
     "_trace _trace_of_function _logdet",

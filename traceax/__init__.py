@@ -31,16 +31,18 @@ from ._estimator.auto import (
     select_trace_estimator as select_trace_estimator,
 )
 from ._estimator.base import (
-    AbstractGrowingEstimator as AbstractGrowingEstimator,
-    AbstractSketchEstimator as AbstractSketchEstimator,
     AbstractStreamingEstimator as AbstractStreamingEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,
-    Sketch as Sketch,
 )
 from ._estimator.exact import ExactTraceEstimator as ExactTraceEstimator
 from ._estimator.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimator.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
 from ._estimator.nystrompp import NystromPlusPlusEstimator as NystromPlusPlusEstimator
+from ._estimator.sketch import (
+    AbstractGrowingEstimator as AbstractGrowingEstimator,
+    AbstractSketchEstimator as AbstractSketchEstimator,
+    Sketch as Sketch,
+)
 from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local

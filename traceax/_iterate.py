@@ -53,8 +53,9 @@ def iterate(
     *,
     independent: bool = False,
 ) -> LoopResult:
-    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough
-    (`least_streak` times in a row), at most `num_rounds` times, counting those of the earlier run that this one resumes.
+    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough,
+    `least_streak` times in a row, but at most `num_rounds` times, counting those of the
+    earlier run that this one resumes.
 
     Where the samples are `independent`, the error falls as one over the root of their
     number, and the loop ends as soon as the exact answer costs less than what is missing.

@@ -160,10 +160,10 @@ def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> 
             "`state` must be of a call with the same estimator and settings. Found one "
             f"of\n{state.settings}\nfor\n{settings}"
         )
-    if state.key is None or isinstance(key, Tracer) or isinstance(state.key, Tracer):
+    keys = [jr.key_data(each) for each in (key, state.key) if each is not None]
+    if len(keys) < 2 or any(isinstance(each, Tracer) for each in keys):
         return
-    ours, theirs = (np.asarray(jr.key_data(each)) for each in (key, state.key))
-    if not np.array_equal(ours, theirs):
+    if not np.array_equal(*map(np.asarray, keys)):
         raise ValueError(
             "`state` must be of a call with the same `key`, from which all probes are "
             f"drawn. Found {key} and in the state {state.key}."

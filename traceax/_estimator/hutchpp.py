@@ -10,7 +10,7 @@ from .._kernel.dense import normalise, qr
 from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .base import AbstractGrowingEstimator, by_round, Sketch
+from .sketch import AbstractGrowingEstimator, by_round, Sketch
 
 
 class HutchPlusPlusEstimator(AbstractGrowingEstimator):

@@ -11,7 +11,7 @@ from .._kernel.growth import put, put_rows, remove
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .base import AbstractGrowingEstimator, Sketch
+from .sketch import AbstractGrowingEstimator, Sketch
 
 
 class NystromPlusPlusEstimator(AbstractGrowingEstimator):

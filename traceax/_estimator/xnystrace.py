@@ -15,7 +15,7 @@ from .._kernel.leave_one_out import (
 )
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .base import AbstractGrowingEstimator, by_round, Sketch
+from .sketch import AbstractGrowingEstimator, by_round, Sketch
 
 
 class XNysTraceEstimator(AbstractGrowingEstimator):

@@ -14,7 +14,7 @@ from .._kernel.leave_one_out import (
     standard_errors,
 )
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .base import AbstractGrowingEstimator, by_round, Sketch
+from .sketch import AbstractGrowingEstimator, by_round, Sketch
 
 
 class XTraceEstimator(AbstractGrowingEstimator):
