@@ -5,7 +5,9 @@ from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from ._checks import plain_integer
@@ -126,8 +128,8 @@ class Adaptive(eqx.Module):
             raise ValueError(
                 f"`confidence` must be between 0 and 1. Found {confidence!r}."
             )
-        self.rtol = jnp.asarray(rtol, float)
-        self.atol = jnp.asarray(atol, float)
+        self.rtol = _real(rtol)
+        self.atol = _real(atol)
         self.max_k = int(max_k)
         self.confidence = confidence
         self.min_samples = int(min_samples)
@@ -136,7 +138,7 @@ class Adaptive(eqx.Module):
         self.progress = progress
         self.callback = callback
         self.state = state
-        self.offset = jnp.asarray(offset, float)
+        self.offset = _real(offset)
         self.exact_cost = exact_cost
 
     @property
@@ -199,6 +201,13 @@ class Adaptive(eqx.Module):
         """Whether this is good enough, `count` the number of samples."""
         enough = count >= self.min_samples
         return enough & (self.excess(value, std_err, count) <= 1)
+
+
+def _real(x: Scalar | float) -> Real[Array, ""]:
+    """As an array; numbers are sent to the device explicitly, as some users ask for."""
+    if isinstance(x, jax.Array):
+        return jnp.asarray(x, float)
+    return jax.device_put(np.asarray(x, jax.dtypes.canonicalize_dtype(float)))
 
 
 def largest_budget(k: int | Adaptive) -> int:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from ._checks import check_operator, check_positive
@@ -148,7 +149,7 @@ class DynamicTrace(eqx.Module):
             parameters=parameters,
             value=solution.value,
             std_err=solution.std_err,
-            count=jnp.zeros((), jnp.int32),
+            count=jax.device_put(np.zeros((), np.int32)),
             key=rest,
         )
         return eqx.tree_at(

@@ -18,7 +18,7 @@ from ._adaptive import Adaptive, largest_budget
 from ._checks import check_flag, check_instance, check_key, check_operator, check_positive
 from ._execution import AbstractExecution
 from ._flat import standard_promotion
-from ._solution import Estimate, RESULTS, Solution
+from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 
 
 class _Answer(Protocol):
@@ -69,7 +69,7 @@ def _raise_if(
             values = answer.result.error_if(values, failed)
         else:
             values = [jnp.where(failed, jnp.nan, x) for x in values]
-    elif failed:
+    elif jax.device_get(failed):
         message = f"{RESULTS[answer.result]}\n\n{answer.details}".strip()
         # On one device: an error on one of several would leave the others waiting for it.
         # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
@@ -160,10 +160,12 @@ def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> 
             "`state` must be of a call with the same estimator and settings. Found one "
             f"of\n{state.settings}\nfor\n{settings}"
         )
-    keys = [jr.key_data(each) for each in (key, state.key) if each is not None]
-    if len(keys) < 2 or any(isinstance(each, Tracer) for each in keys):
+    if key is None or state.key is None:
         return
-    if not np.array_equal(*map(np.asarray, keys)):
+    ours, theirs = jr.key_data(key), jr.key_data(state.key)
+    if isinstance(ours, Tracer) or isinstance(theirs, Tracer):
+        return
+    if not np.array_equal(np.asarray(ours), np.asarray(theirs)):
         raise ValueError(
             "`state` must be of a call with the same `key`, from which all probes are "
             f"drawn. Found {key} and in the state {state.key}."
@@ -198,9 +200,8 @@ def _package(estimate: Estimate) -> Solution:
     if estimate.rounding > 0:
         size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
         std_err = jnp.hypot(std_err, estimate.rounding * size)
-    result: Any = RESULTS.successful if estimate.result is None else estimate.result
-    unseen = ~jnp.isfinite(value) & (result == RESULTS.successful)
-    result = RESULTS.where(unseen, RESULTS.nonfinite_product, result)
+    finite = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
+    result = first_failure(estimate.result, finite)
     stats = {
         "num_matvecs": estimate.num_matvecs,
         "samples": samples,
