@@ -1,0 +1,162 @@
+"""Error bars and estimates in the cases that are hardest for them: traces that cancel,
+ranks just below the number of probes, budgets that end after small rounds, few samples.
+
+Exact traces are those of the matrices in float64. `assert_covers` is a binomial test over
+keys: it fails with probability `FALSE_ALARM` or less where the interval covers what is
+asked, or more. Seeds are fixed.
+"""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from scipy import stats
+
+import traceax as tx
+from traceax._kernel.dense import thin_svd
+from traceax._kernel.leave_one_out import leave_one_out
+from traceax._moments import Moments
+
+from .helpers import hermitian, PSD, traces_of_matrix
+
+
+FALSE_ALARM = 1e-5
+DTYPES = [np.float32, np.float64]
+
+
+def errors_and_bars(matrix, estimator, k, num_keys, tags=()):
+    """Errors, error bars, and half-widths of 95% intervals, for each of many keys."""
+    keys = jr.split(jr.key(20261121), num_keys)
+    values, bars, others = traces_of_matrix(matrix, estimator, keys, k=k, tags=tags)
+    number = np.sum(np.isfinite(others["samples"]), axis=1)
+    exact = np.trace(np.asarray(matrix, np.float64))
+    quantiles = stats.t.ppf(0.975, number - 1)
+    return np.asarray(values, np.float64) - exact, bars, quantiles * np.asarray(bars)
+
+
+def assert_covers(errors, widths, probability):
+    covered = np.sum(np.abs(errors) <= widths)
+    assert covered >= stats.binom.ppf(FALSE_ALARM, len(errors), probability)
+
+
+# Rounding.
+
+N = 64
+
+
+def off_diagonal_block():
+    """Rank 2, eigenvalues 32 and -32."""
+    block = np.zeros((N, N))
+    block[: N // 2, N // 2 :] = 1
+    return block + block.T
+
+
+def nilpotent():
+    """Rank 1, no eigenvalue but zero, no zero entry."""
+    a, b = np.linalg.qr(np.random.default_rng(0).standard_normal((N, 2)))[0].T
+    return np.outer(a, b)
+
+
+ROUNDS = tx.Adaptive(atol=0.1, max_k=32, round_size=8)
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(24, np.float32), (24, np.float64), (ROUNDS, np.float32)]
+)
+@pytest.mark.parametrize("cls", [tx.HutchPlusPlusEstimator, tx.XTraceEstimator])
+def test_rounding_where_the_trace_cancels(cls, k, dtype):
+    """The trace is zero and a sketch wider than the rank exact, so that all error is
+    rounding. It is covered, by bars that are of its size."""
+    for matrix in (off_diagonal_block(), 1e4 * nilpotent()):
+        errors, bars, widths = errors_and_bars(jnp.asarray(matrix, dtype), cls(), k, 100)
+        assert_covers(errors, widths, 0.95)
+        assert np.max(bars) < 1e3 * np.finfo(dtype).eps * np.linalg.norm(matrix)
+
+
+# Probes that are essential.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sketch_one_probe_wider_than_the_rank(dtype):
+    """Exact, whatever the probes: 6 of them for rank 5. In one of five draws one probe is
+    orthogonal to the null vector to 2%, in float32 once was taken for essential there."""
+    matrix = jnp.asarray(hermitian(3, [1.0] * 5 + [0.0] * 59), dtype)
+    errors, _, widths = errors_and_bars(matrix, tx.XTraceEstimator(), 12, 400)
+    assert np.max(np.abs(errors)) < 500 * np.finfo(dtype).eps
+    assert_covers(errors, widths, 0.95)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decay", [1.0, 0.1])
+def test_essential_columns(dtype, decay):
+    """Of columns of decreasing size, one of which is repeated, or is a combination of
+    the others in which one has a small part, those are essential that take no part."""
+    eps = float(np.finfo(dtype).eps)
+    for seed in range(20):
+        x = np.random.default_rng(seed).standard_normal((30, 5))
+        x = np.linalg.qr(x)[0] * decay ** np.arange(5)
+        for mixture in ([1, 0, 0, 0, 0], [1, 1e-3, 0, 0, 0], [1, 0, -1, 1e-2, 0]):
+            repeated = jnp.asarray(np.c_[x, x @ mixture], dtype)
+            _, s, vh = thin_svd(repeated, 4 * eps)
+            loo = leave_one_out(s, vh, eps)
+            assert int(loo.rank) == 5
+            expected = [part == 0 for part in mixture] + [False]
+            assert loo.essential.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("cls", "k", "tags"), [(tx.XTraceEstimator, 10, ()), (tx.XNysTraceEstimator, 5, PSD)]
+)
+def test_as_many_probes_as_the_rank(cls, k, tags):
+    """Five samples, each of which misses one eigenvalue, the same part of it."""
+    matrix = jnp.asarray(hermitian(3, [1.0] * 5 + [0.0] * 59), np.float32)
+    errors, _, widths = errors_and_bars(matrix, cls(), k, 4000, tags)
+    assert_covers(errors, widths, 0.915)
+
+
+# Small rounds.
+
+
+@pytest.mark.parametrize("round_size", [2, 4])
+def test_small_rounds(round_size):
+    """One or two probes more at a time, and a look after each: the interval covers, and
+    the bias is less than 0.3 standard deviations."""
+    matrix = jnp.asarray(hermitian(3, 0.7 ** np.arange(1, 101)), np.float32)
+    k = tx.Adaptive(rtol=0.03, max_k=64, round_size=round_size)
+    errors, _, widths = errors_and_bars(matrix, tx.XTraceEstimator(), k, 500)
+    assert_covers(errors, widths, 0.93)
+    bias = np.mean(errors) / np.std(errors)
+    assert abs(bias) < 0.3 + stats.norm.isf(FALSE_ALARM) / 500**0.5
+
+
+@pytest.mark.parametrize("round_size", [2, 4])
+def test_equal_samples_are_no_reason_to_stop(round_size):
+    """A sample of this one is 20 or -20 beside the trace: four in a row are equal for one
+    key of eight, eight for one of 128."""
+    matrix = jnp.eye(50).at[0, 1].set(10.0).at[1, 0].set(10.0)
+    k = tx.Adaptive(rtol=0.1, max_k=48, round_size=round_size, min_samples=4)
+    errors, _, widths = errors_and_bars(matrix, tx.HutchinsonEstimator(), k, 500)
+    assert_covers(errors, widths, 0.95)
+
+
+# Few samples.
+
+
+@pytest.mark.parametrize("m", [2, 3, 4, 6, 8, 10])
+def test_few_samples_of_one_large_eigenvalue(m):
+    """A quadratic form of rank one, chi-squared of one degree of freedom: the most skewed
+    there is."""
+    samples = np.random.default_rng(m).standard_normal((20_000, m)) ** 2
+    bars = jax.jit(jax.vmap(lambda x: Moments.of(x).std_err()))(samples)
+    errors, quantile = np.mean(samples, axis=1) - 1, stats.t.ppf(0.975, m - 1)
+    assert_covers(errors, quantile * bars, 0.91)
+
+
+@pytest.mark.parametrize(("m", "ratio"), [(10, 1.3), (20, 1.13), (60, 1.05)])
+def test_bars_of_many_samples_are_tight(m, ratio):
+    """Normal samples: the mean of the bar over the standard deviation of the mean, which
+    is one over the root of m, with a spread of 1e-3 over these draws."""
+    samples = np.random.default_rng(m).standard_normal((50_000, m))
+    bars = jax.jit(jax.vmap(lambda x: Moments.of(x).std_err()))(samples)
+    assert 1 < np.mean(bars) * m**0.5 < ratio
