@@ -1,5 +1,7 @@
-"""Probes shared among devices. The number of simulated devices is fixed when JAX starts,
-so the programs in `programs/` run in processes of their own."""
+"""Devices, meshes, the arguments of `Sharded`, and what needs processes of its own: what
+could wait forever, and more than one process. See also `test_meshes.py`,
+`test_operators_on_meshes.py`, `test_collectives.py`, `test_rows.py` and
+`test_stopping_on_meshes.py`."""
 
 import os
 import socket
@@ -52,47 +54,11 @@ def finish(*processes, seconds=300):
     return outputs
 
 
-def run(devices, program, *arguments):
-    print(*finish(start(devices, PROGRAMS / program, *arguments)))
-
-
-# --- programs on several devices ---
-
-
-@pytest.mark.parametrize("part", ["streaming", "sketches", "functions", "blocks"])
-def test_same_answer_on_any_mesh(part):
-    run(8, "same_answer.py", part)
-
-
-@pytest.mark.parametrize(
-    "part", ["typed", "answers", "solve_inside", "sparse_inside", "logdets"]
-)
-def test_every_kind_of_operator(part):
-    run(4, "operators.py", part)
-
-
-@pytest.mark.parametrize(
-    "part",
-    ["answers", "logdets", "disagreement", "inner_loop", "progress", "one_collective"],
-)
-def test_stopping(part):
-    run(4, "stopping.py", part)
-
-
-def test_collectives():
-    run(4, "collectives.py")
-
-
-@pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize(
-    "part", ["answers", "traffic", "sharded_operator", "singular", "explicit"]
-)
-def test_vectors_split_by_rows(part, devices):
-    run(devices, "rows.py", part)
+# --- programs in processes of their own ---
 
 
 def test_nothing_waits_forever():
-    run(8, "hang.py")
+    finish(start(8, PROGRAMS / "hang.py"))
 
 
 def numbers(output, kind):

@@ -231,10 +231,12 @@ def stream(
         return Streamed(samples, others, summary, mean, k, LoopResult())
 
     size, num_rounds = k.round_size, k.num_rounds
+    # Before the loop: one with tangents and effects has no reverse mode.
+    frozen = operator.frozen
 
     def one_round(rounds):
         indices = rounds * size + jnp.arange(size)
-        return execution.map_reduce(fn, reduce, operator.frozen, indices, width)
+        return execution.map_reduce(fn, reduce, frozen, indices, width)
 
     def step(buffers, rounds):
         outs, parts = one_round(rounds)

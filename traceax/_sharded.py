@@ -1,10 +1,11 @@
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -36,11 +37,16 @@ def _check_auto(operator: FlatOperator) -> None:
         )
 
 
-def _solves(operator: FlatOperator) -> bool:
-    """Whether there is a `lineax.linear_solve` in the product: as it is, under `vmap`, or
-    in a program inside, which the text of the whole one all shows."""
-    vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
-    return "linear_solve" in str(jax.make_jaxpr(operator.mv)(vector).jaxpr)
+def _solves(x: Any) -> bool:
+    """Whether there is a `lineax.linear_solve` in a jaxpr, or in those inside it. Under
+    `vmap` it is a parameter of another primitive."""
+    if isinstance(x, ClosedJaxpr | Jaxpr):
+        return any(
+            _solves(each)
+            for equation in getattr(x, "jaxpr", x).eqns
+            for each in (equation.primitive, *jax.tree.leaves(equation.params))
+        )
+    return isinstance(x, Primitive) and x.name == "linear_solve"
 
 
 class Sharded(AbstractExecution):
@@ -117,7 +123,9 @@ class Sharded(AbstractExecution):
         xs = self._gather(xs)
         if padded > count:
             xs = jax.tree.map(lambda x: x[last], xs)
-        run = self._automatic if _solves(operator) else self._manual
+        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
+        product = jax.make_jaxpr(operator.mv)(vector)
+        run = self._automatic if _solves(product) else self._manual
         if self.rows is not None:
             by_rows = _ByRows(operator.fn, self.mesh, self.rows)
             operator = dataclasses.replace(operator, fn=by_rows)

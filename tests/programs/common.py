@@ -1,5 +1,5 @@
-"""What the programs share. `test_sharded.py` runs each of them in a process of its own,
-because the number of simulated devices is fixed when JAX starts."""
+"""What the tests on meshes share, and the programs that they run in processes of their
+own."""
 
 import re
 import time
@@ -34,14 +34,18 @@ def some_key():
 
 def positive_definite(n, dtype=jnp.float64):
     """Hermitian, with the eigenvalues 0.5 + 1 / i."""
-    q, _ = jnp.linalg.qr(jr.normal(jr.key(1), (n, n), jnp.promote_types(dtype, float)))
-    matrix = (q * (0.5 + 1 / jnp.arange(1, n + 1))) @ q.conj().T
-    return ((matrix + matrix.conj().T) / 2).astype(dtype)
+    generator = np.random.default_rng(1)
+    normal = generator.standard_normal((n, n))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        normal = normal + 1j * generator.standard_normal((n, n))
+    q, _ = np.linalg.qr(normal)
+    matrix = (q * (0.5 + 1 / np.arange(1, n + 1))) @ q.conj().T
+    return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
 
 
 def general(n, dtype=jnp.float64):
-    noise = jr.normal(jr.key(2), (n, n), dtype) / (4 * n**0.5)
-    return noise + 2 * jnp.eye(n, dtype=dtype)
+    noise = np.random.default_rng(2).standard_normal((n, n)) / (4 * n**0.5)
+    return jnp.asarray(noise + 2 * np.eye(n), dtype)
 
 
 def matrix_free(matrix, tags=()):

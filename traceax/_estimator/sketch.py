@@ -144,7 +144,8 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         sign = -1 if negative else 1
         flat = flatten(-operator if negative else operator)
 
-        with full_precision(lambda x: execution.matmat(flat.frozen, x)) as matmat:
+        frozen = flat.frozen  # once, before any loop
+        with full_precision(lambda x: execution.matmat(frozen, x)) as matmat:
             if isinstance(k, Adaptive):
                 sketch, loop = self.in_rounds(matmat, flat, k, key, sign)
             else:

@@ -3,42 +3,31 @@ device, where they would disagree if they decided alone."""
 
 import contextlib
 import io
-import sys
 
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
-from common import (
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian
+from .programs.common import (
     close,
     collectives,
     positive_definite,
     PSD,
-    say,
     some_key,
     value_and_grad,
 )
 
-import traceax as tx
-
 
 N = 120
-MESH = tx.probe_mesh()
-SHARDED, LOCAL = tx.Sharded(MESH), tx.Local()
+DECAYING = hermitian(1, np.arange(1.0, N + 1) ** -1.0)
+SHARDED, LOCAL = tx.Sharded(tx.probe_mesh(jax.devices()[:4])), tx.Local()
 BUDGET = tx.Adaptive(rtol=0.1, max_k=96, round_size=16, min_samples=8)
-ESTIMATORS = {
-    "Hutchinson": tx.HutchinsonEstimator(),
-    "XTrace": tx.XTraceEstimator(),
-    "XNysTrace": tx.XNysTraceEstimator(),
-    "Hutch++": tx.HutchPlusPlusEstimator(),
-    "Nystrom++": tx.NystromPlusPlusEstimator(),
-}
-
-
-def decaying():
-    q, _ = jnp.linalg.qr(jr.normal(jr.key(1), (N, N)))
-    return (q * jnp.arange(1.0, N + 1) ** -1.0) @ q.T
 
 
 def trace(matrix, estimator, execution, budget=BUDGET):
@@ -47,23 +36,28 @@ def trace(matrix, estimator, execution, budget=BUDGET):
     return tx.trace(operator, estimator, k=budget, **settings)
 
 
-def answers():
-    for name, estimator in ESTIMATORS.items():
-        both = [
-            value_and_grad(lambda x, e=estimator, where=where: trace(x, e, where))(
-                decaying()
-            )
-            for where in (LOCAL, SHARDED)
-        ]
-        (local, slope), (found, other) = both
-        made = int(local.stats["num_matvecs"])
-        assert found.stats["num_matvecs"] == made, f"{name}: {found.stats}"
-        close(name, (found.value, found.std_err), (local.value, local.std_err), 1e-11)
-        close(f"{name}, gradient", other, slope, 1e-11)
-        say(f"{name}: {made} products, {float(found.value):.4f}")
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        tx.HutchinsonEstimator(),
+        tx.XTraceEstimator(),
+        tx.XNysTraceEstimator(),
+        tx.HutchPlusPlusEstimator(),
+        tx.NystromPlusPlusEstimator(),
+    ],
+)
+def test_same_answer(estimator):
+    (local, slope), (found, other) = (
+        value_and_grad(lambda x, where=where: trace(x, estimator, where))(DECAYING)
+        for where in (LOCAL, SHARDED)
+    )
+    made = int(local.stats["num_matvecs"])
+    assert 0 < made == found.stats["num_matvecs"], found.stats
+    close("estimate", (found.value, found.std_err), (local.value, local.std_err), 1e-11)
+    close("gradient", other, slope, 1e-11)
 
 
-def logdets():
+def test_log_determinant():
     def logdet(execution):
         operator = lx.MatrixLinearOperator(positive_definite(N), PSD)
         budget = tx.Adaptive(atol=2.0, max_k=64, round_size=8)
@@ -73,35 +67,28 @@ def logdets():
     local, found = logdet(LOCAL), logdet(SHARDED)
     close("logdet", found.value, local.value, 1e-12)
     assert found.stats["num_matvecs"] == local.stats["num_matvecs"]
-    say(f"{found.value} +- {found.std_err}, {found.stats['num_matvecs']} products")
 
 
-def disagreement():
+def test_devices_that_would_disagree():
     """A quadratic form with two values: a device whose probes agree in the first round
     sees no spread, and would stop there."""
-    matrix = jnp.eye(N).at[0, 1].set(30.0).at[1, 0].set(30.0)
-    operator = lx.MatrixLinearOperator(matrix)
-    alone = jnp.zeros(4, bool)
+    matrix = np.eye(N)
+    matrix[0, 1] = matrix[1, 0] = 30.0
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix))
+    settings = {"k": BUDGET, "execution": SHARDED, "throw": False}
     for seed in range(20):
-        found = tx.trace(
-            operator,
-            tx.HutchinsonEstimator(),
-            k=BUDGET,
-            key=jr.key(seed),
-            execution=SHARDED,
-            throw=False,
-        )
-        shares = found.stats["samples"][: BUDGET.round_size].reshape(4, -1)
-        alone = jnp.ptp(shares, axis=1) == 0
-        if jnp.any(alone) and not jnp.all(alone):
+        key = jax.random.key(seed)
+        found = tx.trace(operator, tx.HutchinsonEstimator(), key=key, **settings)
+        samples = np.asarray(found.stats["samples"])[: BUDGET.round_size]
+        alone = np.ptp(samples.reshape(4, -1), axis=1) == 0
+        if np.any(alone) and not np.all(alone):
             break
-    print(f"seed {seed}: would stop alone after a round: {alone}")
-    assert jnp.any(alone)
-    assert not jnp.all(alone)
+    assert np.any(alone)
+    assert not np.all(alone)
     assert found.stats["num_matvecs"] > BUDGET.round_size
 
 
-def inner_loop():
+def test_loop_in_the_product():
     """A product that iterates itself, by CG, for a number of steps that depends on the
     vector; with a derivative."""
 
@@ -119,16 +106,15 @@ def inner_loop():
         settings = {"key": some_key(), "execution": execution, "throw": False}
         return value_and_grad(
             lambda x: tx.trace(inverse(x), tx.HutchinsonEstimator(), k=budget, **settings)
-        )(decaying())
+        )(DECAYING)
 
     (local, slope), (found, other) = call(LOCAL), call(SHARDED)
     assert found.stats["num_matvecs"] == local.stats["num_matvecs"]
     close("inverse", found.value, local.value, 1e-8)
     close("inverse, gradient", other, slope, 1e-6)
-    say(f"{found.value} +- {found.std_err}, {found.stats['num_matvecs']} products")
 
 
-def progress():
+def test_progress():
     """One line and one call for each round, not for each device."""
     calls, lines = [], io.StringIO()
     budget = tx.Adaptive(
@@ -139,23 +125,17 @@ def progress():
         callback=lambda *x: calls.append(x),
     )
     with contextlib.redirect_stdout(lines):
-        trace(decaying(), tx.HutchinsonEstimator(), SHARDED, budget)
+        trace(jnp.asarray(DECAYING), tx.HutchinsonEstimator(), SHARDED, budget)
         jax.effects_barrier()
     assert [int(x[0]) for x in calls] == [16, 32, 48, 64], calls
     assert len(lines.getvalue().split()) == 5, lines.getvalue()
-    say(lines.getvalue().split())
 
 
-def one_collective():
+def test_one_collective():
     """In the loop, and no other beside the samples of a round."""
 
     def value(matrix):
         return trace(matrix, tx.HutchinsonEstimator(), SHARDED).value
 
-    found = collectives(jax.jit(value).lower(decaying()).compile())
+    found = collectives(jax.jit(value).lower(DECAYING).compile())
     assert found == [("all-reduce", (4, 5))], found
-
-
-if __name__ == "__main__":
-    tasks = answers, logdets, disagreement, inner_loop, progress, one_collective
-    {each.__name__: each for each in tasks}[sys.argv[1]]()

@@ -1,0 +1,152 @@
+"""The same answer on any mesh: every estimator on meshes of 1, 2, 4 and 8 devices gives
+the value, the error bar and the gradient of one device, for numbers of probes that the
+number of devices does not divide."""
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .programs.common import (
+    close,
+    equal,
+    general,
+    matrix_free,
+    positive_definite,
+    PSD,
+    some_key,
+    value_and_grad,
+)
+
+
+N, K = 30, 13
+ALL = (1, 2, 4, 8)
+
+
+def trace(estimator, k=K, make=lx.MatrixLinearOperator, tags=PSD):
+    def call(matrix, execution):
+        settings = {"key": some_key(), "execution": execution, "throw": False}
+        return tx.trace(make(matrix, tags), estimator, k=k, **settings)
+
+    return call
+
+
+def logdet(k=K, tags=PSD, num_steps=8, **others):
+    def call(matrix, execution):
+        operator = lx.MatrixLinearOperator(matrix, tags)
+        settings = {"key": some_key(), "execution": execution, "throw": False}
+        return tx.logdet(operator, k=k, num_steps=num_steps, **settings, **others)
+
+    return call
+
+
+def preconditioned(matrix, execution):
+    preconditioner = tx.nystrom_preconditioner(
+        lx.MatrixLinearOperator(matrix, PSD),
+        rank=6,
+        key=jax.random.key(3),
+        execution=execution,
+    )
+    return logdet(preconditioner=preconditioner)(matrix, execution)
+
+
+def krylov_aware(matrix, execution):
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    settings = {"key": some_key(), "execution": execution, "throw": False}
+    estimator = tx.KrylovAwareEstimator()
+    return tx.trace_of_function(
+        operator, tx.Exp(), estimator, k=K, num_steps=3, **settings
+    )
+
+
+def check(call, matrix, sizes, *, rtol=1e-13, bitwise=False):
+    expected, slope = value_and_grad(lambda x: call(x, tx.Local()))(matrix)
+    assert np.isfinite(expected.value), expected.value
+    for size in sizes:
+        execution = tx.Sharded(tx.probe_mesh(jax.devices()[:size]))
+        found, sharded = value_and_grad(lambda x, e=execution: call(x, e))(matrix)
+        at = f"{size} devices: "
+        assert found.result == expected.result, f"{at}another result"
+        if bitwise:
+            equal(f"{at}samples", found.stats["samples"], expected.stats["samples"])
+        close(at, found, expected, rtol)
+        close(f"{at}gradient", sharded, slope, rtol)
+
+
+def test_hutchinson():
+    call = trace(tx.HutchinsonEstimator())
+    check(call, positive_definite(N), ALL, bitwise=True)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_fewer_probes_than_devices(k):
+    # One probe on a device: its product is another routine of XLA than that of several.
+    call = trace(tx.HutchinsonEstimator(), k)
+    check(call, positive_definite(N), (2, 8), bitwise=k == 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex128, jnp.float32])
+def test_dtypes(dtype):
+    rtol = 1e-6 if dtype == jnp.float32 else 1e-13
+    check(trace(tx.HutchinsonEstimator()), positive_definite(N, dtype), (4,), rtol=rtol)
+    if dtype == jnp.complex128:
+        check(trace(tx.XTraceEstimator()), positive_definite(N, dtype), (8,))
+    rtol = 1e-5 if dtype == jnp.float32 else 1e-13
+    check(logdet(), positive_definite(N, dtype), (8,), rtol=rtol)
+
+
+@pytest.mark.parametrize("estimator", [tx.ExactTraceEstimator(), tx.AutoTraceEstimator()])
+def test_exact(estimator):
+    check(trace(estimator, N, matrix_free, ()), general(N), (2, 8))
+
+
+# The code that shares the columns among devices knows no estimator. So each size of mesh
+# is met by several of them, and not each by all.
+@pytest.mark.parametrize(
+    ("estimator", "k", "tags", "sizes"),
+    [
+        (tx.XTraceEstimator(), K, PSD, ALL),
+        (tx.HutchPlusPlusEstimator(), K, PSD, (2, 8)),
+        (tx.NystromPlusPlusEstimator(), K, PSD, (4,)),
+        (tx.XNysTraceEstimator(), K, PSD, (1, 8)),
+        (tx.XNysTraceEstimator(), 3, PSD, (8,)),
+        (tx.AutoTraceEstimator(), K, PSD, (4,)),
+        (tx.AutoTraceEstimator(), K, (), (2,)),
+    ],
+)
+def test_sketches(estimator, k, tags, sizes):
+    matrix = positive_definite(N) if tags else general(N)
+    check(trace(estimator, k, tags=tags), matrix, sizes)
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes", "rtol", "bitwise"),
+    [
+        (logdet(), ALL, 1e-13, True),
+        (logdet(3), (8,), 1e-13, False),
+        (logdet(N), (4,), 1e-12, False),
+        (krylov_aware, (4,), 1e-13, False),
+        (preconditioned, (2,), 1e-12, False),
+    ],
+    ids=["SLQ", "fewer probes than devices", "exact", "Krylov-aware", "preconditioned"],
+)
+def test_functions(call, sizes, rtol, bitwise):
+    check(call, positive_definite(N), sizes, rtol=rtol, bitwise=bitwise)
+
+
+def test_golub_kahan():
+    check(logdet(tags=()), general(N), (2, 8), rtol=1e-12, bitwise=True)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_blocks_on_each_device(block_size):
+    matrix, mesh = positive_definite(N), tx.probe_mesh(jax.devices()[:2])
+    blocks = tx.Sharded(mesh, block_size=block_size)
+    for call in (trace(tx.HutchinsonEstimator()), logdet()):
+        expected, slope = value_and_grad(lambda x, c=call: c(x, tx.Local()))(matrix)
+        found, sharded = value_and_grad(lambda x, c=call: c(x, blocks))(matrix)
+        close("solution", found, expected, 1e-13)
+        close("gradient", sharded, slope, 1e-13)
