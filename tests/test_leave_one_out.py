@@ -1,5 +1,6 @@
 """The leave-one-out kernels against their meaning: doing it again without a probe."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -16,11 +17,19 @@ from traceax._kernel.leave_one_out import (
 )
 from traceax._moments import Moments
 
-from .helpers import spectrum_matrix, z_score
+from .helpers import hermitian, z_score
 
 
-DTYPES = [jnp.float64, jnp.complex128]
+DTYPES = [np.float64, np.complex128]
 EPS = float(jnp.finfo(jnp.float64).eps)
+
+
+def normal(seed, shape, dtype):
+    generator = np.random.default_rng(seed)
+    if dtype is np.complex128:
+        real, imaginary = generator.standard_normal((2, *shape))
+        return (real + 1j * imaginary) / 2**0.5
+    return generator.standard_normal(shape)
 
 
 def projector(x):
@@ -32,70 +41,86 @@ def without(x, *columns):
     return np.delete(x, columns, axis=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("svd", [lambda x: thin_svd(x, EPS), thin_svd_gram])
-def test_thin_svd(getkey, dtype, svd):
-    x = jr.normal(getkey(), (40, 6), dtype)
-    q, s, vh = svd(x)
-    assert jnp.allclose((q * s) @ vh, x, atol=1e-12)
-    assert jnp.allclose(q.conj().T @ q, jnp.eye(6), atol=1e-12)
-    assert jnp.allclose(vh @ vh.conj().T, jnp.eye(6), atol=1e-12)
+@jax.jit
+def householder(x):
+    return thin_svd(x, 8 * EPS)
+
+
+gram = jax.jit(thin_svd_gram)
+directions = jax.jit(lambda x: leave_one_out(*householder(x)[1:], EPS))
+
+
+def numpy(tree):
+    return jax.tree.map(np.asarray, tree)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("svd", [lambda x: thin_svd(x, 8 * EPS), thin_svd_gram])
-def test_thin_svd_dependent_columns(getkey, dtype, svd):
-    x = jr.normal(getkey(), (40, 4), dtype)
-    x = jnp.concatenate([x, x[:, :2]], axis=1)
-    q, s, vh = svd(x)
-    assert int(jnp.sum(s > 0)) == 4
-    assert jnp.allclose((q * s) @ vh, x, atol=1e-12)
-    assert jnp.allclose(q @ q.conj().T, projector(x[:, :4]), atol=1e-12)
+@pytest.mark.parametrize("svd", [householder, gram])
+def test_thin_svd(dtype, svd):
+    x = normal(0, (40, 6), dtype)
+    q, s, vh = numpy(svd(x))
+    assert np.allclose((q * s) @ vh, x, atol=1e-12)
+    assert np.allclose(q.conj().T @ q, np.eye(6), atol=1e-12)
+    assert np.allclose(vh @ vh.conj().T, np.eye(6), atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_directions_leave_one_column_out(getkey, dtype):
-    x = jr.normal(getkey(), (40, 6), dtype)
-    q, s, vh = thin_svd(x, EPS)
-    loo = leave_one_out(s, vh, EPS)
-    assert int(loo.rank) == 6
-    assert bool(jnp.all(loo.essential))
+@pytest.mark.parametrize("svd", [householder, gram])
+def test_thin_svd_dependent_columns(dtype, svd):
+    x = normal(1, (40, 4), dtype)
+    x = np.concatenate([x, x[:, :2]], axis=1)
+    q, s, vh = numpy(svd(x))
+    assert np.sum(s > 0) == 4
+    assert np.allclose((q * s) @ vh, x, atol=1e-12)
+    assert np.allclose(q @ q.conj().T, projector(x[:, :4]), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_directions_leave_one_column_out(dtype):
+    x = normal(2, (40, 6), dtype)
+    q, _, _ = numpy(householder(x))
+    loo = numpy(directions(x))
+    assert loo.rank == 6
+    assert np.all(loo.essential)
     for i in range(6):
         direction = q @ loo.directions[:, i : i + 1]
         inside = q @ q.conj().T - direction @ direction.conj().T
         others = projector(without(x, i))
-        assert jnp.allclose(inside, others, atol=1e-10)
+        assert np.allclose(inside, others, atol=1e-10)
         outside = x[:, i] - others @ x[:, i]
-        assert jnp.allclose(loo.distance[i], jnp.linalg.norm(outside), rtol=1e-10)
+        assert np.allclose(loo.distance[i], np.linalg.norm(outside), rtol=1e-10)
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
-def test_directions_dependent_columns(getkey, scale):
-    x = jr.normal(getkey(), (40, 4))
-    x = scale * jnp.concatenate([x, x[:, :1]], axis=1)
-    _, s, vh = thin_svd(x, 8 * EPS)
-    loo = leave_one_out(s, vh, EPS)
-    assert int(loo.rank) == 4
-    assert loo.essential.tolist() == [False, True, True, True, False]
-    assert float(jnp.max(jnp.abs(loo.directions[:, jnp.array([0, 4])]))) == 0
-    assert float(jnp.max(loo.distance[jnp.array([0, 4])])) == 0
+def test_directions_dependent_columns(scale):
+    x = normal(3, (40, 5), np.float64)
+    loo = numpy(directions(scale * np.concatenate([x, x[:, :1]], axis=1)))
+    assert loo.rank == 5
+    assert loo.essential.tolist() == [False, True, True, True, True, False]
+    assert np.all(loo.directions[:, [0, 5]] == 0)
+    assert np.all(loo.distance[[0, 5]] == 0)
+
+
+@jax.jit
+def pair_parts(gram, form, inner):
+    pairs = Pairs.of(gram)
+    return pairs.trace(form), *pairs.coefficients(inner)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pairs(getkey, dtype):
-    u = jr.normal(getkey(), (9, 5), dtype)
-    u = u / jnp.linalg.norm(u, axis=0)[None, :]
-    h, w = jr.normal(getkey(), (9, 9), dtype), jr.normal(getkey(), (9, 5), dtype)
-    pairs = Pairs.of(u.conj().T @ u)
-    trace = pairs.trace(u.conj().T @ h @ u)
-    alpha, beta = pairs.coefficients(u.conj().T @ w)
+def test_pairs(dtype):
+    u = normal(4, (9, 5), dtype)
+    u = u / np.linalg.norm(u, axis=0)
+    h, w = normal(5, (9, 9), dtype), normal(6, (9, 5), dtype)
+    inner = [u.conj().T @ x for x in (u, h @ u, w)]
+    trace, alpha, beta = numpy(pair_parts(*inner))
     for i in range(5):
         for j in range(5):
             if i != j:
-                p = projector(u[:, jnp.array([i, j])])
-                assert jnp.allclose(trace[i, j], jnp.trace(p @ h), atol=1e-11)
+                p = projector(u[:, [i, j]])
+                assert np.allclose(trace[i, j], np.trace(p @ h), atol=1e-11)
                 inside = alpha[i, j] * u[:, i] + beta[i, j] * u[:, j]
-                assert jnp.allclose(inside, p @ w[:, j], atol=1e-11)
+                assert np.allclose(inside, p @ w[:, j], atol=1e-11)
 
 
 def naive_xtrace(matrix, probes, improved):
@@ -124,86 +149,76 @@ def naive_xnystrace(matrix, probes, improved):
     return np.stack(samples)
 
 
-CASES = [
-    (tx.XTraceEstimator, naive_xtrace, 2),
-    (tx.XNysTraceEstimator, naive_xnystrace, 1),
-]
-
-
-def run_sketch(estimator, matrix, probes, factor):
+def sketch_of(estimator, matrix, probes, k):
     """Samples, standard errors in the operator's units."""
-    k = factor * probes.shape[1]
     sketch = estimator.sketch(lambda x: matrix @ x, probes, k, EPS)
     parts = sketch.samples, sketch.std_err, sketch.extra
     return jax.tree.map(lambda x: x * sketch.scale, parts)
 
 
-def case(getkey, cls, factor, m, dtype, improved, eigenvalues):
-    """The sketch of a Hermitian matrix, jitted, and the inputs in numpy."""
-    matrix = spectrum_matrix(getkey(), eigenvalues, dtype)
-    probes = tx.NormalSampler(dtype)(getkey(), matrix.shape[0], m)
-    run = jax.jit(lambda *args: run_sketch(cls(improved=improved), *args, factor))
-    return run(matrix, probes), np.asarray(matrix), np.asarray(probes)
+compiled_sketch_of = eqx.filter_jit(sketch_of)
+
+
+NAIVE = [
+    (tx.XTraceEstimator, naive_xtrace, 2),
+    (tx.XNysTraceEstimator, naive_xnystrace, 1),
+]
+SIZES = [(20, np.float64), (20, np.complex128), (2, np.complex128), (1, np.complex128)]
+SPECTRA = [0.8 ** np.arange(30), np.arange(1, 31) ** -1.0]
+
+
+def case(cls, factor, m, dtype, improved, matrix):
+    """What a sketch of the matrix gives, and the probes."""
+    probes = normal(7, (len(matrix), m), dtype)
+    found = compiled_sketch_of(cls(improved=improved), matrix, probes, factor * m)
+    return *numpy(found), probes
 
 
 @pytest.mark.parametrize("improved", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 2, 20])
-@pytest.mark.parametrize(("cls", "naive", "factor"), CASES)
-def test_samples_are_the_definition(getkey, cls, naive, factor, m, dtype, improved):
-    (samples, _, _), matrix, probes = case(
-        getkey, cls, factor, m, dtype, improved, 0.8 ** jnp.arange(30)
-    )
-    expected = naive(matrix, probes, improved)
-    assert np.allclose(samples, expected, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(("m", "dtype"), SIZES)
+@pytest.mark.parametrize(("cls", "naive", "factor"), NAIVE)
+def test_samples_are_the_definition(cls, naive, factor, m, dtype, improved):
+    matrices = [hermitian(8, spectrum, dtype) for spectrum in SPECTRA]
+    if cls is tx.XTraceEstimator:
+        matrices.append(normal(9, (30, 30), dtype))
+    for i, matrix in enumerate(matrices):
+        samples, _, _, probes = case(cls, factor, m, dtype, improved, matrix)
+        expected = naive(matrix, probes, improved)
+        assert np.allclose(samples, expected, rtol=1e-9, atol=1e-9), i
+
+
+@jax.jit
+def error_parts(samples, pairs):
+    valid = jnp.ones(len(samples), bool)
+    covariance = sample_covariance(samples, pairs, valid)
+    std_err = Moments.of(samples).std_err(covariance)
+    return jackknife(pairs, valid), covariance, std_err
 
 
 @pytest.mark.parametrize("improved", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_xtrace_samples_not_hermitian(getkey, dtype, improved):
-    matrix = jr.normal(getkey(), (30, 30), dtype)
-    probes = tx.NormalSampler(dtype)(getkey(), 30, 7)
-    samples, _, _ = run_sketch(tx.XTraceEstimator(improved=improved), matrix, probes, 2)
-    expected = naive_xtrace(np.asarray(matrix), np.asarray(probes), improved)
-    assert np.allclose(samples, expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("improved", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [2, 12])
-@pytest.mark.parametrize(("cls", "naive", "factor"), CASES)
-def test_errors_are_those_of_brute_force(getkey, cls, naive, factor, m, dtype, improved):
+@pytest.mark.parametrize(("m", "dtype"), SIZES[:3])
+@pytest.mark.parametrize(("cls", "naive", "factor"), NAIVE)
+def test_errors_are_those_of_brute_force(cls, naive, factor, m, dtype, improved):
     """Leaving two probes out needs no product: it equals m runs with m - 1 probes."""
-    (samples, std_err, errors), matrix, probes = case(
-        getkey, cls, factor, m, dtype, improved, jnp.arange(1, 31) ** -1.0
-    )
+    matrix = hermitian(8, SPECTRA[1], dtype)
+    samples, std_err, errors, probes = case(cls, factor, m, dtype, improved, matrix)
     rows = [naive(matrix, without(probes, i), improved) for i in range(m)]
     pairs = np.stack([np.insert(row, i, 0) for i, row in enumerate(rows)])
+    jackknifed, estimated, widened = error_parts(samples, pairs)
 
     whole = np.stack([np.mean(row) for row in rows])
     variance = (m - 1) / m * np.sum(np.abs(whole - np.mean(whole)) ** 2)
     assert np.allclose(errors["jackknife_std_err"], np.sqrt(variance), rtol=1e-7)
-    assert np.allclose(
-        jackknife(jnp.asarray(pairs), jnp.ones(len(pairs), bool)),
-        np.sqrt(variance),
-        rtol=1e-7,
-    )
+    assert np.allclose(jackknifed, np.sqrt(variance), rtol=1e-7)
 
     published = np.std(samples, ddof=1) / m**0.5
     assert np.allclose(errors["independent_std_err"], published, rtol=1e-7)
 
-    change = np.asarray(samples)[None, :] - pairs  # [i, j]: t_j less t_j without i
-    products = [
-        (change[j, i] * np.conj(change[i, j])).real
-        for i in range(m)
-        for j in range(m)
-        if i != j
-    ]
-    covariance = np.mean(products)
-    estimated = sample_covariance(samples, jnp.asarray(pairs), jnp.ones(len(pairs), bool))
+    change = samples[None, :] - pairs  # [i, j]: t_j less t_j without i
+    products = (change * change.conj().T).real
+    covariance = np.mean(products[~np.eye(m, dtype=bool)])
     assert np.allclose(estimated, covariance, rtol=1e-7)
-    expected = Moments.of(samples).std_err(covariance)
-    assert np.allclose(std_err, expected, rtol=1e-6)
+    assert np.allclose(std_err, widened, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +234,18 @@ def test_variance_estimate_is_unbiased(monkeypatch, cls, m):
         return jnp.sign(variance) * jnp.sqrt(jnp.abs(variance))
 
     monkeypatch.setattr(Moments, "std_err", bare)
-    matrix = spectrum_matrix(jr.key(1), jnp.arange(1, n + 1) ** -1.0, jnp.float64)
+    matrix = hermitian(1, np.arange(1, n + 1) ** -1.0)
 
     @jax.jit
-    def run(key):
-        probes = tx.SphereSampler(jnp.float64)(key, n, m)
-        samples, root, _ = run_sketch(cls(), matrix, probes, 2 if m == 4 else 1)
-        return jnp.mean(samples), jnp.sign(root) * root**2
+    def run(matrix, keys):
+        def one(key):
+            probes = tx.SphereSampler(jnp.float64)(key, n, m)
+            k = 2 * m if cls is tx.XTraceEstimator else m
+            samples, root, _ = sketch_of(cls(), matrix, probes, k)
+            return jnp.mean(samples), jnp.sign(root) * root**2
 
-    value, variance = jax.lax.map(run, jr.split(jr.key(2), num_keys))
-    excess = variance - (value - jnp.trace(matrix)) ** 2
+        return jax.lax.map(one, keys)
+
+    value, variance = numpy(run(matrix, jr.split(jr.key(2), num_keys)))
+    excess = variance - (value - np.trace(matrix)) ** 2
     assert z_score(excess, 0.0) < 4
