@@ -82,6 +82,20 @@ def traces_of_matrix(matrix, estimator, keys, *, k, tags=PSD):
     return jax.lax.map(one, keys)
 
 
+@eqx.filter_jit
+def traces_of_matrices(matrices, which, estimator, keys, *, k, tags=PSD):
+    """The solutions for `matrices[which[i]]` and `keys[i]`, stacked: value, error bar,
+    stats and whether they were successful."""
+
+    def one(pair):
+        i, key = pair
+        solution = trace_of_matrix(matrices[i], estimator, key, k=k, tags=tags)
+        successful = solution.result == tx.RESULTS.successful
+        return solution.value, solution.std_err, solution.stats, successful
+
+    return jax.lax.map(one, (which, keys))
+
+
 # An estimator, and k / m: the products that it makes for each probe in its estimate.
 ESTIMATORS = [
     (tx.HutchinsonEstimator(), 1),
@@ -127,12 +141,11 @@ def trace_many(matrix, estimator, k, num_keys, tags=lx.positive_semidefinite_tag
 def z_score(samples, exact):
     """Distance of the mean of independent samples from `exact`, in standard errors; for
     complex samples the larger of those of the real and imaginary parts."""
-    samples = jnp.asarray(samples)
-    if jnp.iscomplexobj(samples):
-        exact = jnp.asarray(exact, samples.dtype)
+    samples, exact = np.asarray(samples), np.asarray(exact)
+    if np.iscomplexobj(samples):
         return max(z_score(samples.real, exact.real), z_score(samples.imag, exact.imag))
-    spread = jnp.std(samples, ddof=1) / samples.shape[0] ** 0.5
-    distance = jnp.abs(jnp.mean(samples) - exact)
+    spread = np.std(samples, ddof=1) / len(samples) ** 0.5
+    distance = np.abs(np.mean(samples) - exact)
     # Rounding of the samples themselves is not a bias.
-    rounding = 8 * jnp.finfo(samples.dtype).eps * jnp.max(jnp.abs(samples))
-    return float(jnp.maximum(distance - rounding, 0) / jnp.where(spread > 0, spread, 1))
+    rounding = 8 * jnp.finfo(samples.dtype).eps * np.max(np.abs(samples))
+    return float(np.maximum(distance - rounding, 0) / (spread if spread > 0 else 1))
