@@ -1,8 +1,11 @@
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -22,6 +25,7 @@ class Scale(eqx.Module):
         return self.weight * x[self.order]
 
 
+@eqx.filter_jit
 def mlp(dtype):
     keys = jr.split(jr.key(1), 2)
     first = eqx.nn.Linear(3, 4, dtype=dtype, key=keys[0])
@@ -46,11 +50,12 @@ def apply_array(x):
 
 
 def point(kind, dtype):
-    x = jnp.linspace(0.1, 1.3, 6, dtype=dtype)
+    x = np.linspace(0.1, 1.3, 6, dtype=dtype)
     if kind == "array":
-        return apply_array, x
+        return apply_array, jnp.asarray(x)
     if kind == "tree":
-        return apply_tree, {"a": x[:3], "bc": (x[1], x[4:].reshape(1, 2))}
+        tree = {"a": x[:3], "bc": (x[1], x[4:].reshape(1, 2))}
+        return apply_tree, jax.tree.map(jnp.asarray, tree)
     return apply_mlp, mlp(dtype)
 
 
@@ -60,7 +65,6 @@ def loss(outputs):
     return jax.nn.logsumexp(flat) + jnp.sum(flat) ** 2
 
 
-@eqx.filter_jit
 def dense(model, x):
     """Hessian, J^T H J and J^T J of `loss(model(x))`, from JAX alone."""
     params, static = eqx.partition(x, eqx.is_inexact_array)
@@ -78,72 +82,86 @@ def dense(model, x):
     }
 
 
-def operator(name, model, x):
-    if name == "hessian":
-        return tx.hessian(lambda x: loss(model(x)), x)
-    if name == "ggn":
-        return tx.ggn(model, loss, x)
-    return tx.jacobian_gram(model, x)
+def operators(model, x):
+    return {
+        "hessian": tx.hessian(lambda x: loss(model(x)), x),
+        "ggn": tx.ggn(model, loss, x),
+        "gram": tx.jacobian_gram(model, x),
+    }
 
 
-every_operator = pytest.mark.parametrize("name", ["hessian", "ggn", "gram"])
-
-
-@every_operator
 @pytest.mark.parametrize("kind", ["array", "tree", "mlp"])
-def test_against_dense(name, kind):
-    model, x = point(kind, jnp.float64)
-    expected = dense(model, x)[name]
-    op = operator(name, model, x)
-    n = op.in_size()
-    matrix = eqx.filter_jit(lambda op: op.as_matrix())(op)
-    assert matrix.shape == expected.shape == (n, n)
-    assert jnp.allclose(matrix, expected, rtol=1e-9, atol=1e-9)
-    solution = tx.trace(op, k=n)
-    assert jnp.allclose(solution.value, jnp.trace(expected), rtol=1e-9)
-    assert solution.stats["num_matvecs"] == n
+def test_against_dense(kind):
+    model, x = point(kind, np.float64)
+
+    @eqx.filter_jit
+    def run(x):
+        made = operators(model, x)
+        matrices = {name: op.as_matrix() for name, op in made.items()}
+        solutions = {name: tx.trace(op, k=op.in_size()) for name, op in made.items()}
+        return dense(model, x), matrices, solutions
+
+    expected, matrices, solutions = run(x)
+    n = ravel_pytree(eqx.filter(x, eqx.is_inexact_array))[0].size
+    for name, matrix in expected.items():
+        assert matrices[name].shape == matrix.shape == (n, n)
+        assert np.allclose(matrices[name], matrix, rtol=1e-9, atol=1e-9), name
+        assert np.isclose(solutions[name].value, np.trace(matrix), rtol=1e-9), name
+        assert solutions[name].stats["num_matvecs"] == n
 
 
-@every_operator
-def test_structure_and_tags(name):
-    model, x = point("mlp", jnp.float32)
-    op = operator(name, model, x)
+def test_structure_and_tags():
+    model, x = point("mlp", np.float32)
     variables = jax.eval_shape(lambda: eqx.filter(x, eqx.is_inexact_array))
-    assert op.in_structure() == op.out_structure() == variables
-    leaves = jax.tree.leaves(op.in_structure())
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
-    assert lx.is_positive_semidefinite(op) == (name != "hessian")
-    assert lx.is_symmetric(op)
+    for name, op in operators(model, x).items():
+        assert op.in_structure() == op.out_structure() == variables
+        leaves = jax.tree.leaves(op.in_structure())
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
+        assert lx.is_positive_semidefinite(op) == (name != "hessian")
+        assert lx.is_symmetric(op)
 
 
-@every_operator
-def test_estimate_of_float32_tree(name):
+def test_estimate_of_float32_tree():
     """Random probes of PyTrees: within 6 reported standard errors (fixed seed)."""
-    model, x = point("mlp", jnp.float32)
-    op = operator(name, model, x)
-    solution = tx.trace(op, tx.HutchinsonEstimator(), k=16, key=jr.key(5))
-    assert solution.value.dtype == solution.std_err.dtype == jnp.float32
-    exact = jnp.trace(dense(model, x)[name])
-    assert 0 < jnp.abs(solution.value - exact) < 6 * solution.std_err
-    assert solution.std_err < jnp.abs(exact)
+    model, x = point("mlp", np.float32)
+
+    @eqx.filter_jit
+    def run(x, key):
+        estimator = tx.HutchinsonEstimator()
+        solutions = {
+            name: tx.trace(op, estimator, k=16, key=key)
+            for name, op in operators(model, x).items()
+        }
+        return dense(model, x), solutions
+
+    expected, solutions = run(x, jr.key(5))
+    for name, matrix in expected.items():
+        solution, exact = solutions[name], np.trace(matrix)
+        assert solution.value.dtype == solution.std_err.dtype == np.float32
+        assert 0 < abs(solution.value - exact) < 6 * solution.std_err, name
+        assert solution.std_err < abs(exact)
 
 
-@every_operator
-def test_transformations(name):
+def test_transformations():
     """jit, vmap and grad of the trace with respect to the point."""
-    x = jnp.linspace(0.1, 1.3, 6)
-    points = jnp.stack([x, x[::-1]])
+    x = np.linspace(0.1, 1.3, 6)
 
-    def by_trace(x):
-        return tx.trace(operator(name, apply_array, x), k=6, key=jr.key(0)).value
+    def by_trace(x, name):
+        op = operators(apply_array, x)[name]
+        return tx.trace(op, k=6, key=jr.key(0)).value
 
-    def by_matrix(x):
+    def by_matrix(x, name):
         return jnp.trace(dense(apply_array, x)[name])
 
-    values, grads = jax.jit(jax.vmap(jax.value_and_grad(by_trace)))(points)
-    expected, expected_grads = jax.jit(jax.vmap(jax.value_and_grad(by_matrix)))(points)
-    assert jnp.allclose(values, expected)
-    assert jnp.allclose(grads, expected_grads)
+    @eqx.filter_jit
+    def run(points, name):
+        ways = [jax.value_and_grad(by) for by in (by_trace, by_matrix)]
+        return [jax.vmap(lambda x, way=way: way(x, name))(points) for way in ways]
+
+    for name in ("hessian", "ggn", "gram"):
+        (values, grads), (expected, expected_grads) = run(np.stack([x, x[::-1]]), name)
+        assert np.allclose(values, expected), name
+        assert np.allclose(grads, expected_grads), name
 
 
 @pytest.mark.parametrize(
@@ -180,96 +198,94 @@ def test_errors(call, parts):
 
 
 N = 5
-MATRIX = jr.normal(jr.key(8), (N, N))
+M = np.random.default_rng(8).standard_normal((N, N))
+D = np.diag(np.arange(1.0, N + 1))
+MATRIX, DIAGONAL = jnp.asarray(M), jnp.asarray(np.diag(D))
 STORED = lx.MatrixLinearOperator(MATRIX)
-DIAGONAL = jnp.arange(1.0, N + 1)
+SCALES = lx.DiagonalLinearOperator(DIAGONAL)
+OTHERS = lx.DiagonalLinearOperator(jnp.asarray(M[0]))
 IDENTITY = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), jnp.float64))
+TREE = lx.PyTreeLinearOperator(
+    jax.tree.map(
+        jnp.asarray,
+        {"a": {"a": M[:2, :2], "b": M[:2, 2:]}, "b": {"a": M[2:, :2], "b": M[2:, 2:]}},
+    ),
+    {
+        name: jax.ShapeDtypeStruct((size,), jnp.float64)
+        for name, size in zip("ab", (2, 3), strict=True)
+    },
+)
+TREE_SCALES = lx.DiagonalLinearOperator((DIAGONAL, {"b": jnp.asarray(np.ones((2, 3)))}))
+TRIDIAGONAL = lx.TridiagonalLinearOperator(
+    DIAGONAL, jnp.asarray(M[0, 1:]), jnp.asarray(M[1, 1:])
+)
 
 
 def function(tags=(), matrix=MATRIX):
     return matrix_free(matrix, tags)
 
 
-def jacobian(matrix=MATRIX, tags=()):
-    return lx.JacobianLinearOperator(lambda x, _: matrix @ x, jnp.ones(N), tags=tags)
+def jacobian(tags=(), matrix=MATRIX):
+    at = jnp.asarray(np.ones(N))
+    return lx.JacobianLinearOperator(lambda x, _: matrix @ x, at, tags=tags)
 
 
-# An operator, and the number of products that its exact trace takes.
+FREE = function(lx.diagonal_tag, jnp.asarray(D))
+FREE_JACOBIAN = jacobian(lx.diagonal_tag, jnp.asarray(D))
+
+# An operator, its matrix, and the number of products that its exact trace takes.
 KINDS = {
-    "matrix": (STORED, 0),
-    "diagonal": (lx.DiagonalLinearOperator(DIAGONAL), 0),
-    "diagonal-tree": (lx.DiagonalLinearOperator((DIAGONAL, {"b": jnp.ones((2, 3))})), 0),
-    "identity": (IDENTITY, 0),
-    "tridiagonal": (
-        lx.TridiagonalLinearOperator(DIAGONAL, MATRIX[0, 1:], MATRIX[1, 1:]),
-        0,
-    ),
-    "pytree": (
-        lx.PyTreeLinearOperator(
-            {
-                "a": {"a": MATRIX[:2, :2], "b": MATRIX[:2, 2:]},
-                "b": {"a": MATRIX[2:, :2], "b": MATRIX[2:, 2:]},
-            },
-            {
-                "a": jax.ShapeDtypeStruct((2,), jnp.float64),
-                "b": jax.ShapeDtypeStruct((3,), jnp.float64),
-            },
-        ),
-        0,
-    ),
-    "function": (function(), N),
-    "function-diagonal": (function(lx.diagonal_tag, jnp.diag(DIAGONAL)), 1),
-    "jacobian": (jacobian(), N),
-    "jacobian-diagonal": (jacobian(jnp.diag(DIAGONAL), lx.diagonal_tag), 1),
-    "tagged-matrix": (
-        lx.TaggedLinearOperator(STORED, lx.symmetric_tag),
-        0,
-    ),
-    "tagged-function": (lx.TaggedLinearOperator(function(), lx.symmetric_tag), N),
-    "multiple": (3 * STORED, 0),
-    "multiple-function": (function() * 3, N),
-    "quotient": (STORED / 3, 0),
-    "negative": (-lx.DiagonalLinearOperator(DIAGONAL), 0),
-    "sum-stored": (
-        STORED + IDENTITY,
-        0,
-    ),
-    "sum-function": (function() + IDENTITY, N),
-    "sum-functions": (function() + jacobian(), N),
-    "sum-diagonals": (
-        function(lx.diagonal_tag, jnp.diag(DIAGONAL))
-        + jacobian(jnp.diag(DIAGONAL), lx.diagonal_tag),
-        2,
-    ),
-    "difference": (
-        STORED - lx.DiagonalLinearOperator(DIAGONAL),
-        0,
-    ),
-    "composed": (STORED @ STORED, N),
-    "composed-diagonals": (lx.DiagonalLinearOperator(DIAGONAL) @ IDENTITY, 0),
-    "composed-diagonal-squared": (
-        lx.DiagonalLinearOperator(DIAGONAL) @ lx.DiagonalLinearOperator(MATRIX[0]),
-        0,
-    ),
-    "composed-function-diagonal": (
-        function(lx.diagonal_tag, jnp.diag(DIAGONAL))
-        @ lx.DiagonalLinearOperator(MATRIX[0]),
-        1,
-    ),
-    "composed-diagonal-matrix": (lx.DiagonalLinearOperator(DIAGONAL) @ STORED, N),
-    "shifted-multiple": (
-        (2 * STORED + IDENTITY) / 4,
-        0,
-    ),
+    "matrix": (STORED, M, 0),
+    "diagonal": (SCALES, D, 0),
+    "diagonal-tree": (TREE_SCALES, np.diag([*np.diag(D), *np.ones(6)]), 0),
+    "identity": (IDENTITY, np.eye(N), 0),
+    "tridiagonal": (TRIDIAGONAL, D, 0),
+    "pytree": (TREE, M, 0),
+    "function": (function(), M, N),
+    "function-diagonal": (FREE, D, 1),
+    "jacobian": (jacobian(), M, N),
+    "jacobian-diagonal": (FREE_JACOBIAN, D, 1),
+    "tagged-matrix": (lx.TaggedLinearOperator(STORED, lx.symmetric_tag), M, 0),
+    "tagged-function": (lx.TaggedLinearOperator(function(), lx.symmetric_tag), M, N),
+    "multiple": (3 * STORED, 3 * M, 0),
+    "multiple-function": (function() * 3, 3 * M, N),
+    "quotient": (STORED / 3, M / 3, 0),
+    "negative": (-SCALES, -D, 0),
+    "sum-stored": (STORED + IDENTITY, M + np.eye(N), 0),
+    "sum-function": (function() + IDENTITY, M + np.eye(N), N),
+    "sum-functions": (function() + jacobian(), 2 * M, N),
+    "sum-diagonals": (FREE + FREE_JACOBIAN, 2 * D, 2),
+    "difference": (STORED - SCALES, M - D, 0),
+    "composed": (STORED @ STORED, M @ M, N),
+    "composed-diagonals": (SCALES @ IDENTITY, D, 0),
+    "composed-diagonal-squared": (SCALES @ OTHERS, D * M[0], 0),
+    "composed-function-diagonal": (FREE @ OTHERS, D * M[0], 1),
+    "composed-diagonal-matrix": (SCALES @ STORED, D @ M, N),
+    "shifted-multiple": ((2 * STORED + IDENTITY) / 4, (2 * M + np.eye(N)) / 4, 0),
 }
 
 
-@pytest.mark.parametrize(("op", "cost"), KINDS.values(), ids=KINDS)
-def test_exact_trace_and_its_cost(op, cost):
-    expected = jnp.trace(op.as_matrix())
-    for estimator in (tx.ExactTraceEstimator(), tx.AutoTraceEstimator()):
-        solution = tx.trace(op, estimator, k=max(cost, 1))
-        assert jnp.allclose(solution.value, expected, rtol=1e-12)
+@ft.cache
+def exact_traces():
+    """Of all kinds, by two estimators, from one program."""
+    estimators = tx.ExactTraceEstimator(), tx.AutoTraceEstimator()
+    costs = {name: cost for name, (_, _, cost) in KINDS.items()}
+
+    @eqx.filter_jit
+    def run(made):
+        return {
+            name: [tx.trace(op, each, k=max(costs[name], 1)) for each in estimators]
+            for name, op in made.items()
+        }
+
+    return run({name: op for name, (op, _, _) in KINDS.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_trace_and_its_cost(kind):
+    op, matrix, cost = KINDS[kind]
+    for solution in exact_traces()[kind]:
+        assert np.isclose(solution.value, np.trace(matrix), rtol=1e-12, atol=0)
         assert solution.std_err == 0
         assert solution.stats["num_matvecs"] == cost
     chosen = tx.select_trace_estimator(op, max(cost, 1))
@@ -287,7 +303,7 @@ def test_exact_trace_and_its_cost(op, cost):
         (lambda op: op, 6),
         (lambda op: lx.TaggedLinearOperator(op, lx.symmetric_tag), 6),
         (lambda op: 2 * op, 6),
-        (lambda op: op + lx.DiagonalLinearOperator(jnp.arange(6.0)), 6),
+        (lambda op: op + lx.DiagonalLinearOperator(jnp.asarray(np.arange(6.0))), 6),
     ],
     ids=["function", "tagged", "multiple", "sum"],
 )
