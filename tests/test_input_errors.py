@@ -11,13 +11,13 @@ import pytest
 
 import traceax as tx
 
-from .helpers import ESTIMATORS, matrix_free
+from .helpers import CASES, matrix_free, PSD
 
 
 N = 12
 KEY = jr.key(0)
-PSD = lx.positive_semidefinite_tag
-MATRIX = jnp.diag(jnp.arange(1.0, N + 1)) + 0.1
+ESTIMATORS = [case.estimator for case in CASES]
+MATRIX = jnp.asarray(np.diag(np.arange(1.0, N + 1)) + 0.1)
 TAGGED = matrix_free(MATRIX, PSD)
 SKETCHES = [tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator, tx.XTraceEstimator]
 PSD_ONLY = [tx.NystromPlusPlusEstimator, tx.XNysTraceEstimator]
@@ -214,7 +214,7 @@ def test_missing_tag(estimator):
     check(ValueError, parts, lambda: tx.trace(untagged, estimator(), k=4, key=KEY))
 
 
-@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_missing_key(estimator):
     parts = ["`key` is missing", "`key=jax.random.key(0)`"]
     check(ValueError, parts, lambda: tx.trace(TAGGED, estimator, k=6))
@@ -276,7 +276,7 @@ def test_block_size(block_size):
     check(ValueError, parts, lambda: tx.Local(block_size))
 
 
-@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_products_that_are_not_finite(estimator, bad):
     operator = lx.MatrixLinearOperator(MATRIX.at[3, 4].set(bad), PSD)
@@ -303,7 +303,7 @@ def test_wrong_tag(estimator, sign):
     assert call(throw=False).result == tx.RESULTS.not_semidefinite
 
 
-@pytest.mark.parametrize("estimator", [estimator for estimator, _ in ESTIMATORS])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_right_input_succeeds(estimator):
     operator = lx.MatrixLinearOperator(MATRIX, PSD)
     solution = tx.trace(operator, estimator, k=6, key=KEY, throw=False)
