@@ -25,12 +25,12 @@ LEVELS = [
     "_gradient _sharded _iterate",
     "_exact_trace _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues",
-    "_estimator.base _matfun.base",
+    "_estimator.base _matfun.base _matfun.preconditioner",
     "_estimator.sketch",
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto plot",
     "_trace _trace_of_function _logdet",
-    "_dynamic",
+    "_dynamic internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

@@ -64,9 +64,12 @@ from ._matfun.gradients import (
     SolveGradient as SolveGradient,
 )
 from ._matfun.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
-from ._matfun.preconditioner import (
+from ._matfun.make_preconditioner import (
     nystrom_preconditioner as nystrom_preconditioner,
     pivoted_cholesky_preconditioner as pivoted_cholesky_preconditioner,
+)
+from ._matfun.preconditioner import (
+    AbstractPreconditioner as AbstractPreconditioner,
     Preconditioner as Preconditioner,
 )
 from ._matfun.slq import SLQEstimator as SLQEstimator

@@ -16,7 +16,7 @@ from ._matfun.all_eigenvalues import exact_log_abs_det, exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
-from ._matfun.preconditioner import Preconditioner
+from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.slq import SLQEstimator
 from ._matfun.structured import SignLog, structured_log_det
 from ._sampler import draw_for
@@ -28,7 +28,7 @@ class _LogDet(AbstractFunctionTask):
     """An estimator of the log-determinant, with its settings."""
 
     estimator: AbstractFunctionEstimator
-    preconditioner: Preconditioner | None
+    preconditioner: AbstractPreconditioner | None
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
 
@@ -125,7 +125,7 @@ def logdet(
     k: int | Adaptive,
     num_steps: int,
     key: PRNGKeyArray | None = None,
-    preconditioner: Preconditioner | None = None,
+    preconditioner: AbstractPreconditioner | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -221,7 +221,7 @@ def logdet(
         )
     if preconditioner is not None:
         example = "nystrom_preconditioner(operator, rank, key=key)"
-        check_instance("preconditioner", preconditioner, Preconditioner, example)
+        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
         if preconditioner.size != operator.in_size():
             raise ValueError(
                 "`preconditioner` must be of the size of `operator`. Found "

@@ -30,9 +30,6 @@ class _Answer(Protocol):
     @property
     def result(self) -> Any: ...
 
-    @property
-    def details(self) -> str: ...
-
 
 _AnswerT = TypeVar("_AnswerT", bound=_Answer)
 
@@ -70,7 +67,8 @@ def _raise_if(
         else:
             values = [jnp.where(failed, jnp.nan, x) for x in values]
     elif jax.device_get(failed):
-        message = f"{RESULTS[answer.result]}\n\n{answer.details}".strip()
+        details = answer.details if isinstance(answer, Solution) else ""
+        message = f"{RESULTS[answer.result]}\n\n{details}".strip()
         # On one device: an error on one of several would leave the others waiting for it.
         # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
         zero = eqx.error_if(jnp.zeros(()), jnp.ones((), bool), message)

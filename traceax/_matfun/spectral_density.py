@@ -72,10 +72,6 @@ class SpectralDensity(eqx.Module):
     result: Any = eqx.field(default_factory=lambda: RESULTS.successful)
     estimated: ClassVar[tuple[str, ...]] = ("nodes", "weights")
 
-    @property
-    def details(self) -> str:
-        return ""
-
     def __call__(
         self, t: Real[ArrayLike, "*p"], width: Scalar | float
     ) -> tuple[Real[Array, "*p"], Real[Array, "*p"]]:

@@ -1,0 +1,26 @@
+"""What estimators, gradients and preconditioners are made of.
+
+A class of your own needs some of the parts that ours are made of. These are they. They
+may change between minor releases.
+"""
+
+from ._estimator.sketch import by_round as by_round
+from ._execution import full_precision as full_precision
+from ._flat import FlatOperator as FlatOperator, flatten as flatten
+from ._gradient import (
+    AbstractFrame as AbstractFrame,
+    attach as attach,
+    attach_derivative as attach_derivative,
+    FirstOrderFrame as FirstOrderFrame,
+    Frame as Frame,
+    SolvedFrame as SolvedFrame,
+)
+from ._kernel.dense import eigh as eigh, qr as qr, svd as svd, thin_svd as thin_svd
+from ._kernel.lanczos import block_lanczos as block_lanczos, lanczos as lanczos
+from ._matfun.quadratic_form import (
+    lanczos_form as lanczos_form,
+    QuadraticForm as QuadraticForm,
+)
+from ._moments import Moments as Moments
+from ._sampler import draw_for as draw_for
+from ._solution import Estimate as Estimate, failure as failure
