@@ -282,18 +282,31 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
     def in_rounds(self, matmat, flat, k, key, sign):
         size = self.probes_in_round(k.round_size)
 
-        def step(state, rounds):
-            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
-            return self.grow(matmat, probes, state, rounds, flat.eps, k)
-
         def assess(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
             moments = Moments.of(sketch.samples, sketch.valid)
             value = sign * sketch.scale * moments.mean
-            return Assessment(value, sketch.scale * sketch.std_err, moments.count)
+            seen = Assessment(value, sketch.scale * sketch.std_err, moments.count)
+            # All but the frame is kept, and not compiled again after the loop.
+            small = eqx.tree_at(lambda x: x.frame, sketch, None)
+            return eqx.filter(small, eqx.is_array), seen
 
-        loop = iterate(k, step, assess, self.start(flat.size, flat.dtype, k))
-        return self.assess(loop.state.buffers, loop.rounds, flat.eps, k), loop
+        def step(buffers, rounds):
+            state, _, _ = buffers
+            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
+            state = self.grow(matmat, probes, state, rounds, flat.eps, k)
+            return state, *assess(state, rounds + 1)
+
+        def blank(x):
+            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
+
+        state = self.start(flat.size, flat.dtype, k)
+        shapes = jax.eval_shape(assess, state, jnp.zeros((), jnp.int32))
+        empty = state, *jax.tree.map(blank, shapes)
+        loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
+        state, small, _ = loop.state.buffers
+        return eqx.combine(small, self.assess(state, loop.rounds, flat.eps, k)), loop
 
 
 def by_round(
