@@ -46,13 +46,20 @@ class AbstractExecution(eqx.Module):
             # One probe after another.
             can_raise: ClassVar[bool] = True
 
-            def map_reduce(self, fn, reduce, operator, xs, width=1):
+            def map_reduce(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        reduce: Callable[[PyTree, Bool[Array, " p"]], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
+    ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
                 outs = jax.lax.map(lambda x: fn(operator, x), xs)
                 count = jax.tree.leaves(xs)[0].shape[0]
                 part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
                 return outs, jax.tree.map(lambda x: x[None], part)
 
-            def factorising(self):
+            def factorising(self) -> contextlib.AbstractContextManager[None]:
                 return contextlib.nullcontext()
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
@@ -163,7 +170,14 @@ class Local(AbstractExecution):
                 f"`block_size` must be a positive Python integer or None. Found {size!r}."
             )
 
-    def map_reduce(self, fn, reduce, operator, xs, width=1):
+    def map_reduce(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        reduce: Callable[[PyTree, Bool[Array, " p"]], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
+    ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
         n = operator.size
         block = self.block_size or max(1, min(128, 2**21 // n, 2**26 // (n * width)))
@@ -175,7 +189,7 @@ class Local(AbstractExecution):
         part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
         return outs, jax.tree.map(lambda x: x[None], part)
 
-    def factorising(self):
+    def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(on_host=self.host_factorisations, by_rows=False)
 
 

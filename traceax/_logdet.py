@@ -32,7 +32,9 @@ class _LogDet(AbstractFunctionTask):
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
 
-    def exact(self, operator, execution):
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
         if (found := structured_log_det(operator)) is not None:
             return _from_structure(found)
         sign, definite = _definite(operator)
@@ -42,7 +44,13 @@ class _LogDet(AbstractFunctionTask):
         estimate = exact_trace_of_function(flat, Log(), self.gradient, execution)
         return _with_stats(estimate, sign=sign)
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         if (found := structured_log_det(operator)) is not None:
             return _from_structure(found)
         num_steps = min(self.num_steps, operator.in_size())

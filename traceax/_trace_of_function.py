@@ -16,7 +16,7 @@ from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
-from ._solution import Solution
+from ._solution import Estimate, Solution
 from ._solve import solve
 
 
@@ -28,11 +28,19 @@ class _TraceOfFunction(AbstractFunctionTask):
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
 
-    def exact(self, operator, execution):
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
         flat = flatten(operator)
         return exact_trace_of_function(flat, self.function, self.gradient, execution)
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         return self.estimator.run(
             flatten(operator),
             self.function,

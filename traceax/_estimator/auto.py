@@ -1,10 +1,13 @@
 from typing import ClassVar
 
 import lineax as lx
+from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive
 from .._checks import check_operator, check_positive
+from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
+from .._solution import Estimate
 from .base import AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator
@@ -80,7 +83,13 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     min_matvecs: ClassVar[int] = 1
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         budget = k.round_size if isinstance(k, Adaptive) else k
         chosen = select_trace_estimator(operator, budget)
         return chosen.run(operator, k, key, execution)

@@ -38,7 +38,13 @@ class AbstractTraceEstimator(eqx.Module):
             # XTrace, or Hutchinson where its arrays would not fit.
             min_matvecs: ClassVar[int] = 2
 
-            def run(self, operator, k, key, execution):
+            def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
                 fits = operator.in_size() < 10**6
                 chosen = tx.XTraceEstimator() if fits else tx.HutchinsonEstimator()
                 return chosen.run(operator, k, key, execution)
@@ -127,7 +133,9 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             sampler: tx.AbstractSampler = tx.RademacherSampler()
             min_matvecs: ClassVar[int] = 1
 
-            def sample(self, mv, probe):
+            def sample(
+        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
+    ) -> Inexact[Array, ""]:
                 return jnp.vdot(probe, mv(probe))
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
@@ -155,7 +163,13 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         A scalar of the dtype of `probe`, linear in the product.
         """
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         flat = flatten(operator)
 
         def body(flat, index):

@@ -1,8 +1,13 @@
 from typing import ClassVar
 
-from .._adaptive import largest_budget
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._adaptive import Adaptive, largest_budget
 from .._exact_trace import exact_trace
+from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
+from .._solution import Estimate
 from .base import AbstractTraceEstimator
 
 
@@ -35,7 +40,13 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     min_matvecs: ClassVar[int] = 1
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         cost, budget = diagonal_cost(operator), largest_budget(k)
         if cost > budget:
             raise ValueError(

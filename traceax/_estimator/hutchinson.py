@@ -1,6 +1,8 @@
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact
 
 from .._sampler import AbstractSampler, RademacherSampler
 from .base import AbstractStreamingEstimator
@@ -50,7 +52,9 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
     sampler: AbstractSampler = RademacherSampler()
     min_matvecs: ClassVar[int] = 1
 
-    def sample(self, mv, probe):
+    def sample(
+        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
+    ) -> Inexact[Array, ""]:
         return jnp.vdot(probe, mv(probe), precision="highest")
 
 

@@ -8,7 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._adaptive import Adaptive
-from .._execution import full_precision
+from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator, flatten
 from .._gradient import attach, attach_derivative, form, Frame
 from .._iterate import Assessment, iterate, LoopResult, sum_over_rounds
@@ -80,10 +80,16 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             min_matvecs: ClassVar[int] = 2
             semidefinite: ClassVar[bool] = False
 
-            def num_probes(self, k):
+            def num_probes(self, k: int) -> int:
                 return k
 
-            def sketch(self, matmat, probes, k, eps):
+            def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
                 samples = jnp.sum(probes.conj() * matmat(probes), axis=0)
                 std_err = jnp.std(samples, ddof=1) / k**0.5
                 return tx.Sketch(samples, std_err, (probes / k, probes), num_matvecs=k)
@@ -139,7 +145,13 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         A [`traceax.Sketch`][].
         """
 
-    def run(self, operator, k, key, execution):
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         negative = self.semidefinite and _is_negative(operator, type(self).__name__)
         sign = -1 if negative else 1
         flat = flatten(-operator if negative else operator)
@@ -279,7 +291,14 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         (`by_round`), zero for those that were not made.
         """
 
-    def in_rounds(self, matmat, flat, k, key, sign):
+    def in_rounds(
+        self,
+        matmat: Callable[[Array], Array],
+        flat: FlatOperator,
+        k: Adaptive,
+        key: PRNGKeyArray | None,
+        sign: int,
+    ) -> tuple[Sketch, LoopResult]:
         size = self.probes_in_round(k.round_size)
 
         def assess(state, rounds):
