@@ -96,8 +96,11 @@ def _refuse_second_rule(primals, tangents) -> Any:
     if perturbed:
         raise NotImplementedError(
             "The gradient that comes from the Lanczos run has no derivative of its own. "
-            "For second derivatives of a log-determinant or of the trace of an inverse, "
-            "pass `gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`."
+            "For second derivatives of a log-determinant, or of the trace of an inverse "
+            "or another negative whole power, pass "
+            "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other functions "
+            "there is no second derivative in the operator: take differences of first "
+            "ones, with the same key."
         )
     return primals[1], tangents[1]
 

@@ -78,6 +78,25 @@ Likely causes:
 """.strip()
 
 
+_precision_lost_msg = """
+Rounding errors of the products change the value by a large part of the error that is
+reported, or more: the operator is too ill conditioned for their precision, and what
+depends on its smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the
+smallest and the largest that were seen.
+
+Likely remedies:
+
+(a) make the products in a wider dtype: float64, or for an operator in bfloat16 or float16
+    float32, in which products with such a matrix can be accumulated too; or
+
+(b) on an accelerator ask for products in full precision:
+    `jax.default_matmul_precision("highest")`; or
+
+(c) for a log-determinant a preconditioner, whose products are better conditioned; or
+
+(d) add a multiple of the identity (`jitter`), larger than the rounding errors.
+""".strip()
+
 _max_matvecs_reached_msg = """
 The budget ended before the error bar was as small as asked.
 
@@ -102,6 +121,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
         negative or zero.
     - `zero_determinant`: of a structured or of a general square operator.
+    - `precision_lost`: of a trace of a function, rounding errors of the products are a
+        large part of the error that is reported.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
@@ -126,6 +147,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_positive_definite = _not_positive_definite_msg
     outside_domain = _outside_domain_msg
     zero_determinant = _zero_determinant_msg
+    precision_lost = _precision_lost_msg
     max_matvecs_reached = _max_matvecs_reached_msg
 
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .lanczos import orthogonalise, unit
+from .lanczos import dot, orthogonalise, unit
 
 
 class GolubKahan(eqx.Module):
@@ -13,12 +13,17 @@ class GolubKahan(eqx.Module):
 
     - `diagonal`, `above`: of B; the last of `above` is the norm of r. After a breakdown
         (an invariant subspace) `above` is 0, and `diagonal` repeats its first entry.
+    - `projected_diagonal`, `projected_above`: what `diagonal` and `above[:-1]` are
+        but for rounding errors of the products, measured from the other side:
+        `v_j* A* u_j` and `u_j* A v_(j+1)`, where those are from `A v_j` and `A* u_j`.
     - `left`, `right`: the columns of U and V, as rows; zero after a breakdown.
     - `norm`: of the start vector, which is `norm * V e_1`.
     """
 
     diagonal: Real[Array, " s"]
     above: Real[Array, " s"]
+    projected_diagonal: Real[Array, " s"]
+    projected_above: Real[Array, " s-1"]
     left: Inexact[Array, "s n"]
     right: Inexact[Array, "s n"]
     norm: Real[Array, ""]
@@ -53,25 +58,38 @@ def golub_kahan(
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
     def step(j, state):
-        (vector, previous, beta, scale), (lefts, rights, diagonal, above) = state
+        (vector, previous, beta, scale), (lefts, rights, entries) = state
         rights = rights.at[j].set(vector)
-        rest = clean(mv(vector) - beta.astype(start.dtype) * previous, lefts, j)
+        product = mv(vector)
+        projected_beta = dot(previous, product).real
+        rest = clean(product - beta.astype(start.dtype) * previous, lefts, j)
         left, alpha = split(rest, scale)
         scale = jnp.maximum(scale, alpha)
         lefts = lefts.at[j].set(left)
-        rest = adjoint_mv(left) - alpha.astype(start.dtype) * vector
+        product = adjoint_mv(left)
+        projected_alpha = dot(vector, product).real
+        rest = product - alpha.astype(start.dtype) * vector
         vector, beta = split(clean(rest, rights, j), scale)
         scale = jnp.maximum(scale, beta)
-        found = lefts, rights, diagonal.at[j].set(alpha), above.at[j].set(beta)
-        return (vector, left, beta, scale), found
+        entry = jnp.stack([alpha, beta, projected_alpha, projected_beta])
+        return (vector, left, beta, scale), (lefts, rights, entries.at[j].set(entry))
 
     vector, norm = unit(start)
     rows = jnp.zeros_like(start, shape=(num_steps, n))
-    zeros = jnp.zeros_like(norm, shape=(num_steps,))
+    zeros = jnp.zeros_like(norm, shape=(num_steps, 4))
     zero = jnp.zeros_like(norm)
     carry = (vector, jnp.zeros_like(vector), zero, zero)
-    _, found = jax.lax.fori_loop(0, num_steps, step, (carry, (rows, rows, zeros, zeros)))
-    lefts, rights, diagonal, above = found
-    broken = jnp.append(False, above[:-1] == 0)
-    diagonal = jnp.where(jnp.cumsum(broken) > 0, diagonal[0], diagonal)
-    return GolubKahan(diagonal, above, lefts, rights, norm)
+    _, (lefts, rights, entries) = jax.lax.fori_loop(
+        0, num_steps, step, (carry, (rows, rows, zeros))
+    )
+    diagonal, above, projected_diagonal, projected_above = entries.T
+    broken = jnp.cumsum(jnp.append(False, above[:-1] == 0)) > 0
+    return GolubKahan(
+        diagonal=jnp.where(broken, diagonal[0], diagonal),
+        above=above,
+        projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
+        projected_above=projected_above[1:],
+        left=lefts,
+        right=rights,
+        norm=norm,
+    )

@@ -20,12 +20,15 @@ class Lanczos(eqx.Module):
     - `beta`: its off-diagonal, `beta[j]` between steps j and j + 1, and last the norm of
         the residual r. After a breakdown (an invariant subspace) it is 0, rows of the
         basis are 0 and `alpha` repeats its first entry, which is in A's numerical range.
+    - `projected`: what `beta[:-1]` is but for rounding errors of the products, measured
+        from the other side: `v_j* A v_(j+1)`, where `beta[j]` is from `A v_j`.
     - `basis`: the columns of V, as rows.
     - `norm`: of the start vector, which is `norm * V e_1`.
     """
 
     alpha: Real[Array, " s"]
     beta: Real[Array, " s"]
+    projected: Real[Array, " s-1"]
     basis: Inexact[Array, "s n"]
     norm: Real[Array, ""]
 
@@ -46,19 +49,19 @@ def lanczos(
     Iterative Methods for Sparse Linear Systems, 2003, with Gram-Schmidt repeated while
     there is cancellation (Daniel, Gragg, Kaufman, Stewart, Math. Comp. 30, 1976).
     """
-    real = jnp.finfo(start.dtype).dtype
     vector, norm = unit(start)
-    alphas, betas, buffers = [], [], []
+    entries, buffers = [], []
     carry = (vector, jnp.zeros_like(vector), jnp.zeros_like(norm), jnp.zeros_like(norm))
     num_buffers = -(-num_steps // _BUFFER) if window is None else 1
     for i in range(num_buffers):
         size = num_steps // num_buffers + (i < num_steps % num_buffers)
 
         def step(j, state, full=tuple(buffers)):
-            (vector, previous, beta, scale), (buffer, alpha, betas) = state
+            (vector, previous, beta, scale), (buffer, entry) = state
             buffer = buffer.at[j].set(vector)
             product = mv(vector)
             form = dot(vector, product).real
+            projected = dot(previous, product).real
             rest = product - form.astype(start.dtype) * vector
             rest = rest - beta.astype(start.dtype) * previous
             if window is None:
@@ -74,19 +77,17 @@ def lanczos(
             alive = ~(beta <= eps * scale)
             following = jnp.where(alive, following, 0)
             beta = jnp.where(alive, beta, 0)
-            alpha, betas = alpha.at[j].set(form), betas.at[j].set(beta)
-            return (following, vector, beta, scale), (buffer, alpha, betas)
+            entry = entry.at[j].set(jnp.stack([form, beta, projected]))
+            return (following, vector, beta, scale), (buffer, entry)
 
         rows = jnp.zeros_like(start, shape=(size, start.shape[0]))
-        zeros = jnp.zeros_like(norm, shape=(size,), dtype=real)
-        carry, (buffer, alpha, beta) = jax.lax.fori_loop(
-            0, size, step, (carry, (rows, zeros, zeros))
-        )
-        buffers, alphas, betas = [*buffers, buffer], [*alphas, alpha], [*betas, beta]
-    alpha, beta = jnp.concatenate(alphas), jnp.concatenate(betas)
+        zeros = jnp.zeros_like(norm, shape=(size, 3))
+        carry, (buffer, entry) = jax.lax.fori_loop(0, size, step, (carry, (rows, zeros)))
+        buffers, entries = [*buffers, buffer], [*entries, entry]
+    alpha, beta, projected = jnp.concatenate(entries).T
     broken = jnp.append(False, beta[:-1] == 0)
     alpha = jnp.where(jnp.cumsum(broken) > 0, alpha[0], alpha)
-    return Lanczos(alpha, beta, jnp.concatenate(buffers), norm)
+    return Lanczos(alpha, beta, projected[1:], jnp.concatenate(buffers), norm)
 
 
 class BlockLanczos(eqx.Module):

@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Real
 
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import AbstractFrame, attach
 from .._kernel.dense import eigh, svd
-from .._solution import Estimate, failure, RESULTS
+from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, roundoff, slopes_at, values_at
@@ -24,11 +25,14 @@ def exact_trace_of_function(
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator.frozen, eye)
     nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
-    value = jnp.sum(values_at(function, nodes, operator.eps))
+    values = values_at(function, nodes, operator.eps)
+    value = jnp.sum(values)
     slopes = slopes_at(function, nodes, operator.eps)
     left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
     extremes = nodes[jnp.array([0, -1])]
-    result = check_domain(function, operator, extremes, value)
+    in_domain = check_domain(function, operator, extremes, value)
+    skew = jnp.linalg.norm(matrix - matrix.conj().T) / (2**0.5 * operator.size)
+    result = first_failure(in_domain, _check_precision(nodes, values, slopes, skew))
     extra = {"ritz_values": extremes}
     if function.bracketed:
         extra["bracket"] = jnp.stack([value, value])
@@ -45,13 +49,33 @@ def exact_log_abs_det(
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     u, s, vh = svd(execution.matmat(operator.frozen, eye))
     nodes = jnp.maximum(s, roundoff(s, operator.eps))
-    value = jnp.sum(jnp.log(nodes))
+    logs = jnp.log(nodes)
+    value = jnp.sum(logs)
     left = jnp.matmul(u / nodes, vh, precision="highest")
-    singular = s[-1] <= operator.eps * s[0]
-    result = failure(singular, RESULTS.zero_determinant)
+    singular = s[-1] <= roundoff(s, operator.eps)
+    result = first_failure(
+        failure(singular, RESULTS.zero_determinant),
+        _check_precision(nodes, logs, 1 / nodes, 0.0),
+    )
     extra = {"ritz_values": s[jnp.array([-1, 0])], "bracket": jnp.stack([value, value])}
     frame = gradient.frame(Log(), left, eye, hermitian=False)
     return _package(operator, value, frame, execution, result, extra)
+
+
+def _check_precision(
+    nodes: Real[Array, " n"],
+    values: Real[Array, " n"],
+    slopes: Real[Array, " n"],
+    noise: Real[Array, ""] | float,
+) -> Any:
+    """Whether rounding changes the sum of `values` in its second digit. Entries of the
+    matrix have errors of size `noise`, and the factorisation has its own; to first order
+    such an E changes `tr f(A)` by `tr(f'(A) E)`."""
+    factorisation = jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
+    change = jnp.hypot(factorisation, noise) * jnp.linalg.norm(slopes)
+    size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
+    lost = jnp.isfinite(change) & (change > 0.02 * size)
+    return failure(lost, RESULTS.precision_lost)
 
 
 def _package(

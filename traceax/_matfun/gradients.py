@@ -135,7 +135,9 @@ class SolveGradient(AbstractFunctionGradient):
                 "`gradient=traceax.SolveGradient(...)` needs a function whose derivative "
                 "is a negative whole power: `traceax.Log`, `traceax.Inverse` or "
                 f"`traceax.Power` of a negative whole number. Found "
-                f"`{type(function).__name__}`. Use `traceax.LanczosGradient()`."
+                f"`{type(function).__name__}`. Use `traceax.LanczosGradient()` for a "
+                "first derivative. There is no second one in the operator for such a "
+                "function: take differences of first ones, with the same key."
             )
         coefficient, num_solves = found
         return SolvedFrame(right, self.solver, coefficient, num_solves, hermitian)

@@ -9,10 +9,11 @@ from .._kernel.dense import eigh
 from .._kernel.lanczos import block_lanczos
 from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, SphereSampler
-from .._solution import Estimate
+from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator
 from .quadratic_form import (
     check_domain,
+    check_precision,
     lanczos_form,
     slopes_at,
     span,
@@ -137,13 +138,16 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         ends = nodes[None, jnp.array([0, -1])]
         extremes = jnp.where(length > 0, forms.extremes, ends)
         extremes = span(jnp.append(extremes, ends, axis=0))
+        in_domain = check_domain(function, operator, extremes, moments.mean)
+        rounding = jnp.mean(forms.rounding)
+        precise = check_precision(operator, moments, 0.0, rounding)
         return Estimate(
             value=attach(operator, moments.mean, frame, execution=execution),
             std_err=moments.std_err(),
             samples=deflated + forms.value,
             num_matvecs=total * block + num_steps * rest.shape[1],
             rounding=operator.rounding,
-            result=check_domain(function, operator, extremes, moments.mean),
+            result=first_failure(in_domain, precise),
             extra={
                 "gradient_residual": forms.residual,
                 "ritz_values": extremes,

@@ -12,6 +12,7 @@ from .._kernel.dense import svd
 from .._kernel.golub_kahan import golub_kahan
 from .._kernel.lanczos import lanczos, unit
 from .._kernel.quadrature import apply_to_first, radau, ritz
+from .._moments import Moments
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 
@@ -24,6 +25,8 @@ class QuadraticForm(eqx.Module):
     - `residual`: of `A gradient` relative to what it should be; for the logarithm that of
         the solve `A x = z`.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
+    - `rounding`: how far `value` moves where the entries of the run that products give
+        twice are taken the other time, which only rounding tells apart.
     - `extremes`: smallest and largest Ritz value.
     """
 
@@ -31,6 +34,7 @@ class QuadraticForm(eqx.Module):
     gradient: Inexact[Array, " n"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
+    rounding: Real[Array, ""]
     extremes: Real[Array, "2"]
 
 
@@ -54,9 +58,10 @@ def slopes_at(
 
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
-    """Eigenvalues smaller than this are lost in the products' rounding."""
+    """The size of rounding errors where an operator is singular: there Ritz values are
+    smaller than this, of either sign, and in a positive definite one larger."""
     largest = jnp.max(jnp.abs(nodes))
-    return jnp.where(largest > 0, eps * largest, eps)
+    return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
 
 def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
@@ -80,12 +85,22 @@ def check_domain(
     if function.semidefinite_domain:
         outside = smallest < -operator.eps * operator.size**0.5 * size
     if function.singular_at_zero:
-        # Where an operator is singular, Ritz values are of the size of rounding errors
-        # and of either sign; those of a positive definite one stay above its smallest
-        # eigenvalue. An eighth of the roundoff tells them apart.
-        outside = smallest <= operator.eps / 8 * size
+        outside = smallest <= roundoff(extremes, operator.eps)
         how = singular
     return failure(outside, how)
+
+
+def check_precision(
+    operator: FlatOperator,
+    moments: Moments,
+    width: Real[Array, ""] | float,
+    rounding: Real[Array, ""],
+) -> Any:
+    """Whether rounding errors of the products are a large part of the error that is
+    reported: the standard error, and the `width` of the bracket. `rounding` is the mean
+    of that of the quadratic forms."""
+    std_err = jnp.hypot(moments.std_err(), operator.rounding * jnp.abs(moments.mean))
+    return failure(rounding > (std_err + width) / 2, RESULTS.precision_lost)
 
 
 def lanczos_form(
@@ -101,7 +116,12 @@ def lanczos_form(
     run = lanczos(mv, probe, num_steps, window=window, eps=eps)
     nodes, vectors = ritz(run.alpha, run.beta)
     square = run.norm**2
-    value = square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
+
+    def gauss(nodes, vectors):
+        return square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
+
+    value = gauss(nodes, vectors)
+    again = gauss(*ritz(run.alpha, jnp.append(run.projected, 0)))
     bracket = jnp.stack([value, value])
     if function.bracketed:
         end = roundoff(nodes, eps) if function.singular_at_zero else jnp.zeros_like(value)
@@ -117,7 +137,14 @@ def lanczos_form(
     _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
     residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
     gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
-    return QuadraticForm(value, gradient, residual, bracket, nodes[jnp.array([0, -1])])
+    return QuadraticForm(
+        value=value,
+        gradient=gradient,
+        residual=residual,
+        bracket=bracket,
+        rounding=jnp.abs(again - value),
+        extremes=nodes[jnp.array([0, -1])],
+    )
 
 
 def golub_kahan_form(
@@ -133,17 +160,21 @@ def golub_kahan_form(
     """For `log |A| = log(A* A) / 2` and any square A: nodes are singular values of the
     bidiagonal B, and `gradient` is `A^(-*) z`. A* A is never formed."""
     run = golub_kahan(mv, adjoint_mv, probe, num_steps, window=window, eps=eps)
-    middle = jnp.diag(run.diagonal) + jnp.diag(run.above[:-1], 1)
-    u, s, vh = svd(middle)
-    nodes = jnp.maximum(s, roundoff(s, eps))
     square = run.norm**2
-    value = square * jnp.sum(vh[:, 0] ** 2 * jnp.log(nodes))
+
+    def gauss(diagonal, above):
+        u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
+        nodes = jnp.maximum(s, roundoff(s, eps))
+        return square * jnp.sum(vh[:, 0] ** 2 * jnp.log(nodes)), (u, s, vh, nodes)
+
+    value, (u, s, vh, nodes) = gauss(run.diagonal, run.above[:-1])
+    again, _ = gauss(run.projected_diagonal, run.projected_above)
 
     # Gauss-Radau for B* B, in units of the largest singular value so as not to overflow.
     unit_of = jnp.where(s[0] > 0, s[0], 1)
     diagonal, above = run.diagonal / unit_of, run.above / unit_of
     alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-    end = jnp.full_like(unit_of, eps)
+    end = jnp.full_like(unit_of, eps / 8)
     if lower_bound is not None:
         end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
     end = end**2
@@ -156,4 +187,11 @@ def golub_kahan_form(
     solution = jnp.matmul(u, vh[:, 0] / nodes, precision="highest")
     residual = run.above[-1] * jnp.abs(solution[-1])
     gradient = run.norm * jnp.matmul(solution, run.left, precision="highest")
-    return QuadraticForm(value, gradient, residual, bracket, s[jnp.array([-1, 0])])
+    return QuadraticForm(
+        value=value,
+        gradient=gradient,
+        residual=residual,
+        bracket=bracket,
+        rounding=jnp.abs(again - value),
+        extremes=s[jnp.array([-1, 0])],
+    )

@@ -20,6 +20,7 @@ from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import (
     check_domain,
+    check_precision,
     golub_kahan_form,
     lanczos_form,
     QuadraticForm,
@@ -68,9 +69,9 @@ class SLQEstimator(AbstractFunctionEstimator):
     - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
         operator, singular value), such as the noise variance of a Gaussian process.
         Brackets are proven with it, and tight; where a Ritz value is below it, that
-        takes its place. `None` takes 0, or where the function
-        is singular there the unit roundoff times the largest Ritz value, which holds for
-        every operator that is not singular in its precision.
+        takes its place. `None` takes 0, or where the function is singular there an eighth
+        of the unit roundoff times the largest Ritz value, which holds for every operator
+        that is not singular in its precision.
 
     ??? cite
 
@@ -144,30 +145,33 @@ class SLQEstimator(AbstractFunctionEstimator):
     ) -> Estimate:
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])
-            found = form(flat.frozen, probe[:, 0])
-            frame = gradient.frame(function, found.gradient[:, None], probe, hermitian)
-            value = attach(flat, found.value, frame, execution=Local())
-            return value, (found.bracket, found.extremes, found.residual)
+            one = form(flat.frozen, probe[:, 0])
+            frame = gradient.frame(function, one.gradient[:, None], probe, hermitian)
+            value = attach(flat, one.value, frame, execution=Local())
+            errors = jnp.append(one.bracket, one.rounding)
+            return value, (errors, one.extremes, one.residual)
 
         def reduce(outs, valid):
-            samples, (brackets, extremes, _) = outs
-            ends = jax.vmap(Moments.of, in_axes=(1, None))(brackets, valid)
-            return Moments.of(samples, valid), ends, span(extremes)
+            samples, (errors, extremes, _) = outs
+            errors = jax.vmap(Moments.of, in_axes=(1, None))(errors, valid)
+            return Moments.of(samples, valid), errors, span(extremes)
 
         def merge(parts):
-            moments, ends, extremes = parts
+            moments, errors, extremes = parts
             # Of no samples, the extremes are 0.
             made = moments.count[:, None] > 0
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-            ends = jax.vmap(Moments.merge, in_axes=1)(ends)
-            return Moments.merge(moments), ends, span(extremes)
+            errors = jax.vmap(Moments.merge, in_axes=1)(errors)
+            return Moments.merge(moments), errors, span(extremes)
 
-        found = stream(body, reduce, merge, operator, k, execution, width=num_steps)
-        moments, ends, extremes = found.summary
-        brackets, _, residuals = found.others
+        streamed = stream(body, reduce, merge, operator, k, execution, width=num_steps)
+        moments, errors, extremes = streamed.summary
+        sample_errors, _, residuals = streamed.others
+        low, high, rounding = errors.center[:, 0]
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
-            extra |= {"sample_brackets": brackets, "bracket": ends.center[:, 0]}
+            extra["sample_brackets"] = sample_errors[:, :2]
+            extra["bracket"] = jnp.stack([low, high])
         in_domain = check_domain(
             function,
             operator,
@@ -175,15 +179,16 @@ class SLQEstimator(AbstractFunctionEstimator):
             moments.mean,
             RESULTS.not_positive_definite if hermitian else RESULTS.zero_determinant,
         )
+        precise = check_precision(operator, moments, high - low, rounding)
         return Estimate(
-            value=attach_derivative(moments.mean, found.mean),
+            value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
-            samples=found.samples,
-            num_matvecs=found.count * num_steps * (1 if hermitian else 2),
+            samples=streamed.samples,
+            num_matvecs=streamed.count * num_steps * (1 if hermitian else 2),
             rounding=operator.rounding,
-            result=first_failure(in_domain, found.loop.result),
-            extra=extra | found.loop.extra,
-            state=found.loop.state,
+            result=first_failure(in_domain, precise, streamed.loop.result),
+            extra=extra | streamed.loop.extra,
+            state=streamed.loop.state,
         )
 
 

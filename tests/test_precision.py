@@ -1,0 +1,226 @@
+"""Values that the rounding errors of products have spoilt are flagged, and right ones are
+not, in each dtype, fixed and adaptive, exact, on a mesh, with a preconditioner."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian, matrix_free, PSD
+
+
+N = 200
+LOST = tx.RESULTS.precision_lost
+HALF, BRAIN = jnp.float16, jnp.bfloat16
+LOG, INVERSE = tx.Log(), tx.Inverse()
+
+
+def low_rank(condition):
+    """X X^T + I with 40 columns, eigenvalues from 1 to `condition`."""
+    x = np.random.default_rng(1).standard_normal((N, 40))
+    x *= np.sqrt(condition - 1) / np.linalg.norm(x, 2)
+    return x @ x.T + np.eye(N)
+
+
+def decaying(condition):
+    return hermitian(0, np.append(np.geomspace(1, condition, 60), np.ones(N - 60)))
+
+
+def even(condition):
+    return hermitian(0, np.geomspace(1, condition, N))
+
+
+@eqx.filter_jit
+def estimates(matrix, function, keys, *, k=10, num_steps=20):
+    """Error bar, bracket and result for each key."""
+
+    def one(key):
+        settings = {"k": k, "num_steps": num_steps, "key": key, "throw": False}
+        operator = matrix_free(matrix, PSD)
+        solution = tx.trace_of_function(operator, function, **settings)
+        stats = solution.stats
+        return solution.std_err, stats["bracket"], solution.result
+
+    return jax.lax.map(one, keys)
+
+
+def reference(matrix, function):
+    """Of the matrix as it is in its dtype, by float64."""
+    eigenvalues = np.linalg.eigvalsh(np.asarray(matrix.astype(jnp.float64)))
+    return np.sum(function(jnp.maximum(eigenvalues, 1e-300)))
+
+
+def run(kind, condition, dtype, function, **settings):
+    """For six keys: which are within four error bars of the bracket, which flagged."""
+    matrix = jnp.asarray(kind(condition)).astype(dtype)
+    exact = reference(matrix, function)
+    keys = jr.split(jr.key(20261122), 6)
+    std_err, bracket, result = estimates(matrix, function, keys, **settings)
+    covered = bracket[:, 0] - 4 * std_err <= exact
+    covered &= exact <= bracket[:, 1] + 4 * std_err
+    return covered, result != tx.RESULTS.successful
+
+
+# Of all of these the value was far off and the result successful as long as Ritz values
+# were raised to the unit roundoff times the largest.
+@pytest.mark.parametrize(
+    ("kind", "condition", "dtype", "function"),
+    [
+        (low_rank, 4e2, BRAIN, LOG),
+        (low_rank, 4e2, BRAIN, INVERSE),
+        (low_rank, 4e3, HALF, LOG),
+        (low_rank, 4e6, jnp.float32, LOG),
+        (low_rank, 1e8, jnp.float32, LOG),
+        (decaying, 4e2, BRAIN, LOG),
+        (decaying, 5e3, HALF, LOG),
+        (decaying, 5e7, jnp.float32, LOG),
+    ],
+)
+def test_no_confident_wrong_value(kind, condition, dtype, function):
+    covered, flagged = run(kind, condition, dtype, function)
+    assert jnp.all(covered | flagged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "dtype", "function"),
+    [
+        (low_rank, 4e2, BRAIN, INVERSE),
+        (low_rank, 4e3, HALF, LOG),
+        (low_rank, 1e8, jnp.float32, LOG),
+        (low_rank, 1e7, jnp.float32, INVERSE),
+        (low_rank, 1e16, jnp.float64, LOG),
+    ],
+)
+def test_lost_precision_is_flagged(kind, condition, dtype, function):
+    _, flagged = run(kind, condition, dtype, function, num_steps=60)
+    assert jnp.all(flagged)
+
+
+def test_products_less_accurate_than_their_dtype_are_seen():
+    """As those of float32 are on some accelerators, and an inner solve's."""
+    matrix = jnp.asarray(low_rank(400))
+
+    def result(rounded):
+        def mv(v):
+            if not rounded:
+                return matrix.astype(v.dtype) @ v
+            return (matrix.astype(BRAIN) @ v.astype(BRAIN)).astype(v.dtype)
+
+        vector = jax.ShapeDtypeStruct((N,), jnp.float32)
+        operator = lx.FunctionLinearOperator(mv, vector, PSD)
+        settings = {"k": 10, "num_steps": 60, "key": jr.key(0), "throw": False}
+        return tx.trace_of_function(operator, INVERSE, **settings).result
+
+    assert result(rounded=True) == LOST
+    assert result(rounded=False) == tx.RESULTS.successful
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "dtype", "function", "lost"),
+    [
+        (even, 5e6, jnp.float32, INVERSE, True),
+        (even, 1e5, jnp.float32, INVERSE, False),
+        (even, 5e6, jnp.float32, LOG, False),
+        (even, 2e15, jnp.float64, INVERSE, True),
+        (low_rank, 4e2, BRAIN, INVERSE, False),
+    ],
+)
+def test_exact_answers(kind, condition, dtype, function, lost):
+    """Here the products are those with unit vectors, and exact. Where they are not
+    flagged, the values are right to a percent."""
+    matrix = jnp.asarray(kind(condition)).astype(dtype)
+    operator = matrix_free(matrix, PSD)
+    solution = tx.trace_of_function(operator, function, k=N, num_steps=5, throw=False)
+    assert (solution.result == LOST) == lost
+    if not lost:
+        assert jnp.allclose(solution.value, reference(matrix, function), rtol=1e-2)
+
+
+CALLS = {
+    "adaptive": {"k": tx.Adaptive(rtol=5e-2, max_k=64)},
+    "mesh": {"k": 10, "execution": tx.Sharded(tx.probe_mesh())},
+    "deflated": {"k": 12, "estimator": tx.KrylovAwareEstimator()},
+    "no reorthogonalisation": {"k": 10, "estimator": tx.SLQEstimator(window=0)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way_to_call(name):
+    settings = {"num_steps": 20, "key": jr.key(0), "throw": False} | CALLS[name]
+
+    @jax.jit
+    def result(matrix):
+        operator = matrix_free(matrix, PSD)
+        return tx.trace_of_function(operator, INVERSE, **settings).result
+
+    assert result(jnp.asarray(low_rank(400)).astype(BRAIN)) == LOST
+    assert result(jnp.asarray(low_rank(30)).astype(BRAIN)) == tx.RESULTS.successful
+
+
+def test_a_preconditioner_restores_precision():
+    matrix = jnp.asarray(low_rank(4e6)).astype(jnp.float32)
+    operator = matrix_free(matrix, PSD)
+    key = jr.key(0)
+    preconditioner = tx.nystrom_preconditioner(operator, 60, key=jr.key(1), shift=1.0)
+    settings = {"k": 10, "num_steps": 60, "key": key, "throw": False}
+    plain = tx.logdet(operator, **settings)
+    helped = tx.logdet(operator, preconditioner=preconditioner, **settings)
+    assert plain.result != tx.RESULTS.successful
+    exact = reference(matrix, LOG)
+    error = jnp.abs(helped.value - exact)
+    assert (error < 4 * helped.std_err) | (helped.result == LOST)
+
+
+def test_general_operators():
+    """By Golub-Kahan: covered, or flagged."""
+    left, right = (np.linalg.qr(low_rank(seed))[0] for seed in (2.0, 3.0))
+    spectrum = np.append(np.geomspace(1, 900, 60), np.ones(N - 60))
+    matrix = jnp.asarray((left * spectrum) @ right.T)
+
+    @jax.jit
+    def one(matrix):
+        settings = {"k": 10, "num_steps": 60, "key": jr.key(0), "throw": False}
+        solution = tx.logdet(matrix_free(matrix), **settings)
+        bracket, result = solution.stats["bracket"], solution.result
+        return bracket, solution.std_err, result == tx.RESULTS.successful
+
+    for dtype in (BRAIN, jnp.float32):
+        low = matrix.astype(dtype)
+        exact = np.linalg.slogdet(np.asarray(low.astype(jnp.float64)))[1]
+        (lower, upper), std_err, successful = one(low)
+        covered = (lower - 4 * std_err <= exact) & (exact <= upper + 4 * std_err)
+        assert covered | ~successful
+        assert successful | (dtype == BRAIN)
+
+
+def test_it_raises():
+    matrix = jnp.asarray(low_rank(400)).astype(BRAIN)
+    operator = matrix_free(matrix, PSD)
+    with pytest.raises(RuntimeError, match="rounding errors of the products"):
+        tx.trace_of_function(operator, INVERSE, k=10, num_steps=20, key=jr.key(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "dtype", "function"),
+    [
+        (low_rank, 30, BRAIN, LOG),
+        (low_rank, 30, BRAIN, INVERSE),
+        (low_rank, 3e2, HALF, LOG),
+        (low_rank, 1e5, jnp.float32, LOG),
+        (low_rank, 1e4, jnp.float32, INVERSE),
+        (low_rank, 1e12, jnp.float64, LOG),
+        (decaying, 3e2, BRAIN, LOG),
+        (decaying, 1e3, HALF, LOG),
+        (even, 1e3, BRAIN, tx.Entropy()),
+        (low_rank, 1e9, jnp.float32, tx.Power(0.5)),
+    ],
+)
+def test_right_values_are_not_flagged(kind, condition, dtype, function):
+    covered, flagged = run(kind, condition, dtype, function)
+    assert jnp.all(covered)
+    assert not jnp.any(flagged)
