@@ -377,7 +377,7 @@ def test_solve_gradient_needs_a_power(estimator, k, function):
     name = "_Callable" if function is jnp.tanh else type(function).__name__
     parts = ["`gradient=traceax.SolveGradient(...)`", "`traceax.Log`", f"Found `{name}`"]
     # Not a circle: the message of that gradient's second derivative names this one.
-    parts += ["`traceax.LanczosGradient()` for a first", "differences of first ones"]
+    parts += ["`traceax.LanczosGradient()` for a first", "with the same key"]
     call = lambda: trace_of(function, TAGGED, estimator, k=k, gradient=gradient)  # noqa: E731
     check(ValueError, parts, call)
 
@@ -402,6 +402,25 @@ def test_second_derivative_of_the_default_gradient(name, k):
     assert jnp.isfinite(slope(1.0))
     check(NotImplementedError, parts, lambda: jax.grad(slope)(1.0))
     check(NotImplementedError, parts, lambda: jax.jvp(slope, (1.0,), (1.0,)))
+
+
+@every_budget
+def test_mixed_derivatives_of_the_default_gradient(k):
+    """That in a parameter of the derivative in the operator is right; the other order,
+    of which reverse mode once made 0, is refused."""
+
+    def value(scale, x):
+        return trace_of(
+            tx.Exp(scale), matrix_operator(x * MATRIX), k=k, num_steps=N
+        ).value
+
+    mixed = jax.grad(lambda scale: jax.grad(value, 1)(scale, 0.1))(-0.5)
+    if k == N:
+        e = np.linalg.eigvalsh(MATRIX)
+        exact = np.sum((e - 0.05 * e**2) * np.exp(-0.05 * e))
+        assert jnp.allclose(mixed, exact)
+    slope = lambda x: jax.grad(value)(-0.5, x)  # noqa: E731
+    check(NotImplementedError, ["second derivatives"], lambda: jax.grad(slope)(0.1))
 
 
 def test_derivative_of_function_of_in_the_operator():

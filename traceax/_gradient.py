@@ -96,11 +96,11 @@ def _refuse_second_rule(primals, tangents) -> Any:
     if perturbed:
         raise NotImplementedError(
             "The gradient that comes from the Lanczos run has no derivative of its own. "
-            "For second derivatives of a log-determinant, or of the trace of an inverse "
-            "or another negative whole power, pass "
-            "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other functions "
-            "there is no second derivative in the operator: take differences of first "
-            "ones, with the same key."
+            "For second derivatives of a log-determinant, or of the trace of an "
+            "inverse or another negative whole power, pass "
+            "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other "
+            "functions there is no second derivative in the operator: take differences of "
+            "first ones, with the same key."
         )
     return primals[1], tangents[1]
 
@@ -131,7 +131,8 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
 
     tangent = tangents[1]
     if tangent is not None and not frame.linear:
-        tangent = _refuse_second(operator, tangent)
+        # A factor, not the tangent itself: reverse mode drops a rule linear in that.
+        tangent = tangent * _refuse_second(operator, jnp.ones_like(tangent))
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
         _, along = eqx.filter_jvp(contract, (operator,), (tangents[0],))
         along = along.astype(value.dtype)
