@@ -51,9 +51,11 @@ def test_resume_with_more_budget(estimator):
     assert num_probes(loose, estimator) < MAX
     for earlier in (first, loose):
         solution = trace(OPERATOR, estimator, budget(**LONG, state=earlier.state))
-        assert solution.value == whole.value
-        assert solution.std_err == whole.std_err
-        assert np.array_equal(solution.stats["samples"], whole.stats["samples"])
+        # Other programs, in which the same sums may be rounded otherwise.
+        np.testing.assert_allclose(solution.value, whole.value, rtol=1e-14)
+        np.testing.assert_allclose(solution.std_err, whole.std_err, rtol=1e-10)
+        samples, others = solution.stats["samples"], whole.stats["samples"]
+        np.testing.assert_allclose(samples, others, rtol=1e-13)
         assert solution.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 

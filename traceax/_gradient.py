@@ -99,8 +99,8 @@ def _refuse_second_rule(primals, tangents) -> Any:
             "For second derivatives of a log-determinant, or of the trace of an "
             "inverse or another negative whole power, pass "
             "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other "
-            "functions there is no second derivative in the operator: take differences of "
-            "first ones, with the same key."
+            "functions there is no second derivative in the operator: take differences "
+            "of first ones, with the same key."
         )
     return primals[1], tangents[1]
 

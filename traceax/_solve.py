@@ -134,10 +134,10 @@ def solve(
 
 class RunState(eqx.Module):
     """What a later call goes on from, and what it must have in common with this one: the
-    key, and the estimator with its settings, as text."""
+    data of the key, and the estimator with its settings, as text."""
 
     loop: PyTree[Array]
-    key: PRNGKeyArray | None
+    key: Array | None
     settings: str = eqx.field(static=True)
 
 
@@ -160,13 +160,13 @@ def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> 
         )
     if key is None or state.key is None:
         return
-    ours, theirs = jr.key_data(key), jr.key_data(state.key)
+    ours, theirs = jr.key_data(key), state.key
     if isinstance(ours, Tracer) or isinstance(theirs, Tracer):
         return
     if not np.array_equal(np.asarray(ours), np.asarray(theirs)):
         raise ValueError(
             "`state` must be of a call with the same `key`, from which all probes are "
-            f"drawn. Found {key} and in the state {state.key}."
+            f"drawn. Found one with the data {ours}, and in the state {theirs}."
         )
 
 
@@ -178,7 +178,8 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
         return _package(estimator.run(operator, k, key, execution))
     k = k.within(size)
     estimate = estimator.run(operator, k, key, execution)
-    state = RunState(estimate.state, key, _settings(estimator))
+    data = None if key is None else jr.key_data(key)
+    state = RunState(estimate.state, data, _settings(estimator))
     solution = _package(dataclasses.replace(estimate, state=state))
     if k.exact_cost is None:
         return solution

@@ -151,7 +151,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         count = jnp.maximum(jnp.sum(valid), 1)
         left, right = (state.basis, state.rest / count), (state.basis, state.rest)
         return Sketch(
-            jnp.where(valid, samples, jnp.inf),
+            samples,
             Moments.of(samples, valid).std_err(),
             by_round(left, right, k.num_rounds),
             num_matvecs=rounds * size,

@@ -156,7 +156,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         right = state.nystrom.q
         left = jnp.where(sampled, right / jnp.maximum(jnp.sum(valid), 1), right)
         return Sketch(
-            jnp.where(valid, state.samples, jnp.inf),
+            state.samples,
             Moments.of(state.samples, valid).std_err(),
             (left, right),
             num_matvecs=rounds * k.round_size,

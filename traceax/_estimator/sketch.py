@@ -174,11 +174,14 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             )
         else:
             value = attach(flat, value, Frame(*sketch.frame), execution=execution)
+        samples = sign * sketch.scale * sketch.samples
+        if sketch.valid is not None:
+            samples = jnp.where(sketch.valid, samples, jnp.inf)
         not_semidefinite = ~jnp.asarray(sketch.semidefinite)
         return Estimate(
             value=sign * value,
             std_err=sketch.scale * sketch.std_err,
-            samples=sign * sketch.scale * sketch.samples,
+            samples=samples,
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
             magnitude=sketch.scale * sketch.magnitude,

@@ -139,7 +139,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             count,
         )
         return Sketch(
-            jnp.where(valid, samples, jnp.inf),
+            samples,
             jnp.hypot(std_err, _inexact(count, shift)),
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=count,

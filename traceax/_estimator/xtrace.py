@@ -141,7 +141,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             state.probes, state.q @ rotation, loo, self.improved, rounds * b
         )
         return Sketch(
-            jnp.where(valid, samples, jnp.inf),
+            samples,
             std_err,
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=rounds * 2 * b,
