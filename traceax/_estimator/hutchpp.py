@@ -1,11 +1,13 @@
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
+from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr
 from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._moments import Moments
@@ -59,10 +61,16 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     min_matvecs: ClassVar[int] = 3
     semidefinite: ClassVar[bool] = False
 
-    def num_probes(self, k):
+    def num_probes(self, k: int) -> int:
         return k - k // 3
 
-    def sketch(self, matmat, probes, k, eps):
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
         m = k // 3
         g = k - 2 * m
         products, scale = normalise(matmat(probes[:, :m]))
@@ -83,10 +91,10 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             magnitude=jnp.linalg.norm(products) / m**0.5,
         )
 
-    def probes_in_round(self, k):
+    def probes_in_round(self, k: int) -> int:
         return k // 2 * 2
 
-    def start(self, n, dtype, k):
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
         size = self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * size
@@ -102,7 +110,15 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             deflating=jnp.full((), k.num_rounds > 1),
         )
 
-    def grow(self, matmat, probes, state, rounds, eps, k):
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: "_State",
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> "_State":
         b = probes.shape[1] // 2
 
         def deflate(state):
@@ -143,7 +159,9 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
-    def assess(self, state, rounds, eps, k):
+    def assess(
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
         size = self.probes_in_round(k.round_size)
         index = jnp.arange(state.forms.shape[0])
         valid = (index >= state.blocks * size) & (index < rounds * size)

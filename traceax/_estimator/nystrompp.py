@@ -1,11 +1,13 @@
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
+from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr
 from .._kernel.growth import put, put_rows, remove
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
@@ -62,10 +64,16 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = True
 
-    def num_probes(self, k):
+    def num_probes(self, k: int) -> int:
         return k
 
-    def sketch(self, matmat, probes, k, eps):
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
         n, m = probes.shape[0], k // 2
         g = k - m
         basis, _, _ = orthonormalise(probes[:, :m])
@@ -92,10 +100,10 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             semidefinite=approximation.semidefinite,
         )
 
-    def probes_in_round(self, k):
+    def probes_in_round(self, k: int) -> int:
         return k
 
-    def start(self, n, dtype, k):
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * k.round_size
         return _State(
@@ -110,7 +118,15 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             deflating=jnp.full((), k.num_rounds > 1),
         )
 
-    def grow(self, matmat, probes, state, rounds, eps, k):
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: "_State",
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> "_State":
         n, b = probes.shape
 
         def deflate(state):
@@ -149,7 +165,9 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
 
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
-    def assess(self, state, rounds, eps, k):
+    def assess(
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
         index = jnp.arange(state.samples.shape[0])
         sampled = index >= state.blocks * k.round_size
         valid = sampled & (index < rounds * k.round_size)

@@ -1,9 +1,11 @@
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, DTypeLike, Inexact, Int
 
+from .._adaptive import Adaptive
 from .._kernel.dense import normalise, svd, thin_svd
 from .._kernel.growth import put
 from .._kernel.leave_one_out import (
@@ -74,10 +76,16 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)
 
-    def num_probes(self, k):
+    def num_probes(self, k: int) -> int:
         return k
 
-    def sketch(self, matmat, probes, k, eps):
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
         n, m = probes.shape
         # NOTE: the paper multiplies A by the probes; we multiply it by an orthonormal
         # basis of them, which spans the same approximation and is better conditioned.
@@ -103,18 +111,28 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             extra=extra,
         )
 
-    def probes_in_round(self, k):
+    def probes_in_round(self, k: int) -> int:
         return k
 
-    def start(self, n, dtype, k):
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
         m = k.num_rounds * k.round_size
         return _State(GrowingNystrom.empty(n, m, dtype), jnp.zeros((m, m), dtype))
 
-    def grow(self, matmat, probes, state, rounds, eps, k):
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: "_State",
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> "_State":
         nystrom, coordinates = state.nystrom.grow(matmat, probes, rounds, eps)
         return _State(nystrom, put(state.probes, coordinates, rounds))
 
-    def assess(self, state, rounds, eps, k):
+    def assess(
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
         nystrom = state.nystrom
         n, m = nystrom.basis.shape
         count = rounds * k.round_size

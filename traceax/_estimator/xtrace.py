@@ -1,9 +1,11 @@
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
+from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr, svd
 from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
@@ -73,10 +75,16 @@ class XTraceEstimator(AbstractGrowingEstimator):
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)
 
-    def num_probes(self, k):
+    def num_probes(self, k: int) -> int:
         return k // 2
 
-    def sketch(self, matmat, probes, k, eps):
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
         products, scale = normalise(matmat(probes))
         q, r = qr(products)
         z = matmat(q) / scale
@@ -100,10 +108,10 @@ class XTraceEstimator(AbstractGrowingEstimator):
             extra=extra,
         )
 
-    def probes_in_round(self, k):
+    def probes_in_round(self, k: int) -> int:
         return k // 2
 
-    def start(self, n, dtype, k):
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
@@ -111,7 +119,15 @@ class XTraceEstimator(AbstractGrowingEstimator):
         small = _Small(square, square, square, square, *lines)
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
-    def grow(self, matmat, probes, state, rounds, eps, k):
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: "_State",
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> "_State":
         small, b = state.small, probes.shape[1]
         products, scale = rescale(matmat(probes), state.scale, rounds)
         new = extend(state.q, products, rounds, eps, jnp.linalg.norm(small.r))
@@ -131,7 +147,9 @@ class XTraceEstimator(AbstractGrowingEstimator):
         )
         return _State(all_probes, q, z, small, scale)
 
-    def assess(self, state, rounds, eps, k):
+    def assess(
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape
         loo, rotation, samples, without = self._leave_one_out(state.small, n, eps)
