@@ -8,111 +8,125 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
+import numpy as np
 import pytest
 
 import traceax as tx
 
-from .helpers import ESTIMATORS, spectrum_matrix
+from .helpers import CASES, hermitian, matrix_free, PSD, trace_of_matrix
 
 
-PSD = lx.positive_semidefinite_tag
-ALL = [*(estimator for estimator, _ in ESTIMATORS), tx.AutoTraceEstimator()]
-EVERY = pytest.mark.parametrize("estimator", ALL, ids=lambda e: type(e).__name__)
+N, K = 20, 8
+KEYS = jr.split(jr.key(0), 2)
+MATRICES = [hermitian(i, np.arange(1.0, N + 1.0) ** -i) for i in (1, 2)]
+BAD = MATRICES[1].copy()
+BAD[3, 4] = np.nan
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+and_auto = pytest.mark.parametrize(
+    "estimator",
+    [*(case.estimator for case in CASES), tx.AutoTraceEstimator()],
+    ids=lambda estimator: type(estimator).__name__,
+)
 
 
-def run(matrix, estimator, key):
-    operator = lx.FunctionLinearOperator(
-        lambda v: matrix @ v, jax.eval_shape(lambda: matrix[0]), PSD
-    )
-    return tx.trace(operator, estimator, k=8, key=key)
+@eqx.filter_jit
+def together(stack, estimator, keys):
+    """A batch of operators, each with a batch of keys; and whether a product was not
+    finite."""
+
+    def one(matrix, key):
+        solution = trace_of_matrix(matrix, estimator, key, k=K)
+        failed = solution.result == tx.RESULTS.nonfinite_product
+        return solution.value, solution.std_err, failed
+
+    every_key = lambda matrix: jax.vmap(lambda key: one(matrix, key))(keys)  # noqa: E731
+    return jax.vmap(every_key)(stack)
 
 
-def matrices(num):
-    return jnp.stack(
-        [
-            spectrum_matrix(jr.key(i), jnp.arange(1.0, 21.0) ** -i, jnp.float64)
-            for i in range(num)
-        ]
-    )
-
-
-@EVERY
+@and_auto
 def test_vmap_over_operators_and_keys(estimator):
-    stack, keys = matrices(3), jr.split(jr.key(0), 3)
-    together = jax.vmap(lambda a, key: run(a, estimator, key))(stack, keys)
-    for i in range(3):
-        alone = run(stack[i], estimator, keys[i])
-        assert jnp.allclose(together.value[i], alone.value, rtol=1e-11)
-        assert jnp.allclose(together.std_err[i], alone.std_err, rtol=1e-6)
+    stack = np.stack([*MATRICES, BAD])
+    values, std_errs, failed = together(stack, estimator, KEYS)
+    assert failed.tolist() == [[False, False], [False, False], [True, True]]
+    for i, matrix in enumerate(MATRICES):
+        for j, key in enumerate(KEYS):
+            alone = trace_of_matrix(matrix, estimator, key, k=K)
+            assert np.isclose(values[i, j], alone.value, rtol=1e-11, atol=0)
+            assert np.isclose(std_errs[i, j], alone.std_err, rtol=1e-6, atol=0)
 
 
-@EVERY
-def test_vmap_over_keys_of_one_operator(estimator):
-    matrix, keys = matrices(1)[0], jr.split(jr.key(0), 3)
-    together = jax.vmap(lambda key: run(matrix, estimator, key).value)(keys)
-    alone = jnp.stack([run(matrix, estimator, key).value for key in keys])
-    assert jnp.allclose(together, alone, rtol=1e-11)
-
-
-@EVERY
+@and_auto
 def test_jit_and_ahead_of_time(estimator):
-    matrix, key = matrices(1)[0], jr.key(0)
-    direct = run(matrix, estimator, key)
-
-    def function(matrix, key):
-        return run(matrix, estimator, key)
-
-    for jit in (jax.jit, eqx.filter_jit):
-        compiled = jit(function).lower(matrix, key).compile()
-        assert jnp.allclose(compiled(matrix, key).value, direct.value, rtol=1e-12)
-        assert jnp.allclose(jit(function)(matrix, key).value, direct.value, rtol=1e-12)
+    """The call outside of `jit`, within it, and compiled ahead of time."""
+    operator = matrix_free(jnp.asarray(MATRICES[1]), PSD)
+    direct = tx.trace(operator, estimator, k=K, key=KEYS[0])
+    args = MATRICES[1], estimator, KEYS[0]
+    compiled = trace_of_matrix.lower(*args, k=K).compile()
+    for call in (trace_of_matrix, compiled):
+        assert np.isclose(call(*args, k=K).value, direct.value, rtol=1e-12, atol=0)
 
 
-@EVERY
-def test_shape_evaluation(estimator):
-    matrix, key = matrices(1)[0], jr.key(0)
-    shapes = eqx.filter_eval_shape(run, matrix, estimator, key)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes.value) == ((), jnp.float64)
-    solution = run(matrix, estimator, key)
-    assert shapes.stats["samples"].shape == solution.stats["samples"].shape
-
-
-@EVERY
-def test_nonfinite_under_jit_and_vmap(estimator):
-    stack = matrices(2).at[1, 3, 4].set(jnp.nan)
-    keys = jr.split(jr.key(0), 2)
+def test_plain_jit_ahead_of_time():
+    """`jax.jit` in the place of `equinox.filter_jit`."""
 
     @jax.jit
-    def codes(stack, keys):
-        def one(matrix, key):
-            operator = lx.MatrixLinearOperator(matrix, PSD)
-            if isinstance(estimator, tx.AutoTraceEstimator):
-                operator = lx.FunctionLinearOperator(
-                    operator.mv, operator.in_structure(), PSD
-                )
-            solution = tx.trace(operator, estimator, k=8, key=key, throw=False)
-            return solution.result == tx.RESULTS.nonfinite_product
+    def run(matrix, key):
+        return trace_of_matrix(matrix, tx.XTraceEstimator(), key, k=K)
 
-        return jax.vmap(one)(stack, keys)
-
-    assert codes(stack, keys).tolist() == [False, True]
+    expected = trace_of_matrix(MATRICES[1], tx.XTraceEstimator(), KEYS[0], k=K)
+    for call in (run.lower(MATRICES[1], KEYS[0]).compile(), run):
+        value = call(MATRICES[1], KEYS[0]).value
+        assert np.isclose(value, expected.value, rtol=1e-12, atol=0)
 
 
-@EVERY
+@and_auto
+def test_shape_evaluation(estimator):
+    def run(matrix, estimator, key):
+        return trace_of_matrix(matrix, estimator, key, k=K)
+
+    args = MATRICES[1], estimator, KEYS[0]
+    shapes, solution = eqx.filter_eval_shape(run, *args), run(*args)
+
+    def described(solution):
+        arrays = solution.value, solution.std_err, solution.stats["samples"]
+        return [(x.shape, x.dtype) for x in arrays]
+
+    assert described(shapes) == described(solution)
+
+
+@and_auto
 def test_strict_promotion_modes(estimator):
-    """A user's strict modes are for the user's code."""
-    matrix = matrices(1)[0].astype(jnp.complex64)
-    expected = run(matrix, estimator, jr.key(0)).value
+    """A user's strict modes are for the user's code: our program, with its gradient, is
+    the same."""
+    matrix = MATRICES[1].astype(np.complex64)
+
+    def program():
+        @jax.jit
+        @jax.value_and_grad
+        def run(matrix, key):
+            return trace_of_matrix(matrix, estimator, key, k=K).value.real
+
+        return run.lower(matrix, KEYS[0]).as_text()
+
+    expected = program()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        solution = run(matrix, estimator, jr.key(0))
-        assert jnp.allclose(solution.value, expected, rtol=1e-5)
-        jax.grad(lambda a: run(a, estimator, jr.key(0)).value.real)(matrix)
+        assert program() == expected
+
+
+def test_call_in_strict_promotion_modes():
+    """Outside of `jit`, to the end."""
+    operator = matrix_free(jnp.asarray(MATRICES[1].astype(np.complex64)), PSD)
+    settings = {"estimator": tx.XTraceEstimator(), "k": K, "key": KEYS[0]}
+    expected = tx.trace(operator, **settings)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert tx.trace(operator, **settings).value == expected.value
 
 
 # The programs that hung: vmap of factorisations that do not depend on each other, and of
-# every estimator, inside one program, on one and on several devices.
+# every estimator, inside one program, on one (two that factorise twice) and on several
+# devices.
 PROGRAM = """
+import sys
 import jax, jax.numpy as jnp, jax.random as jr, lineax as lx, numpy as np
 import traceax as tx
 from traceax._kernel import dense
@@ -134,10 +148,8 @@ def run(estimator, key):
     operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tag)
     return tx.trace(operator, estimator, k=12, key=key, throw=False).value
 
-for estimator in (
-    tx.HutchinsonEstimator(), tx.HutchPlusPlusEstimator(), tx.NystromPlusPlusEstimator(),
-    tx.XTraceEstimator(), tx.XNysTraceEstimator(),
-):
+for name in sys.argv[1:]:
+    estimator = getattr(tx, name)()
     together = jax.jit(jax.vmap(lambda key: run(estimator, key)))
     for _ in range(3):
         values = together(keys)
@@ -146,17 +158,21 @@ print("finished")
 """
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_batched_factorisations_do_not_hang(num_devices):
-    flag = f"--xla_force_host_platform_device_count={num_devices}"
-    environment = os.environ | {"XLA_FLAGS": flag}
+NAMES = [type(case.estimator).__name__ for case in CASES]
+
+
+@pytest.mark.parametrize(("num_devices", "names"), [(1, NAMES[3:]), (4, NAMES)])
+def test_batched_factorisations_do_not_hang(num_devices, names):
+    flags = os.environ["XLA_FLAGS"].split()
+    flags = [flag for flag in flags if "device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={num_devices}")
     finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
+        [sys.executable, "-c", PROGRAM, *names],
+        env=os.environ | {"XLA_FLAGS": " ".join(flags)},
         timeout=180,
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.split() == ["True"] * 6 + ["finished"]
+    assert finished.stdout.split() == ["True"] * (1 + len(names)) + ["finished"]
