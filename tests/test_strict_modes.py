@@ -1,0 +1,128 @@
+"""Every public call under JAX's strict modes, all at once: NaN as an error, no promotion
+of ranks, no transfer between host and device that was not asked for."""
+
+import contextlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import CASES, hermitian, matrix_free, PSD
+
+
+N = 16
+MODES = (
+    lambda: jax.debug_nans(True),
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.transfer_guard("disallow"),
+)
+
+
+def trace(estimator):
+    def call(matrix, key, k):
+        return tx.trace(matrix_free(matrix, PSD), estimator, k=k, key=key)
+
+    return call
+
+
+def of_exponential(estimator):
+    def call(matrix, key, k):
+        settings = {"k": k, "key": key, "num_steps": 4}
+        operator = matrix_free(matrix, PSD)
+        return tx.trace_of_function(operator, tx.Exp(), estimator, **settings)
+
+    return call
+
+
+def logdet(matrix, key, k):
+    return tx.logdet(matrix_free(matrix, PSD), k=k, key=key, num_steps=4)
+
+
+CALLS = {
+    **{str(case): trace(case.estimator) for case in CASES},
+    "SLQ": of_exponential(tx.SLQEstimator()),
+    "logdet": logdet,
+}
+
+
+@pytest.fixture
+def arguments():
+    """A matrix, a key and a budget, on the device."""
+    adaptive = tx.Adaptive(rtol=0.5, max_k=12, round_size=4, min_samples=4, history=True)
+    matrix = hermitian(0, np.linspace(1.0, 2.0, N))
+    return jax.block_until_ready((jnp.asarray(matrix), jr.key(0), adaptive))
+
+
+@contextlib.contextmanager
+def strict():
+    with contextlib.ExitStack() as stack:
+        for mode in MODES:
+            stack.enter_context(mode())
+        yield
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_adaptive_budget(name, arguments):
+    """Outside of `jit`, to a tolerance that is reached before the largest budget."""
+    matrix, key, adaptive = arguments
+    with strict():
+        solution = CALLS[name](matrix, key, adaptive)
+    assert solution.result == tx.RESULTS.successful
+    assert np.isfinite(solution.value)
+
+
+@pytest.mark.parametrize("name", [str(CASES[0]), "XTrace-Sphere", "logdet"])
+def test_gradient(name, arguments):
+    """Of a fixed budget, within `jit`."""
+    matrix, key, _ = arguments
+    slope = jax.jit(jax.value_and_grad(lambda a, key: CALLS[name](a, key, 8).value))
+    with strict():
+        value, gradient = slope(matrix, key)
+    assert np.isfinite(value)
+    assert np.all(np.isfinite(gradient))
+
+
+def test_gradient_of_an_adaptive_budget(arguments):
+    slope = jax.jit(jax.grad(lambda a, key, k: CALLS["XTrace-Sphere"](a, key, k).value))
+    with strict():
+        gradient = slope(*arguments)
+    assert np.all(np.isfinite(gradient))
+
+
+OTHERS = {
+    "exact": lambda free, _, key: tx.trace(free, k=N).value,
+    "density": lambda free, _, key: (
+        tx.spectral_density(free, k=3, num_steps=4, key=key).nodes
+    ),
+    "nystrom": lambda free, _, key: tx.nystrom_preconditioner(free, 3, key=key),
+    "pivoted": lambda _, stored, key: tx.pivoted_cholesky_preconditioner(stored, 3),
+    "function_of": lambda free, _, key: (
+        tx.trace(tx.function_of(free, tx.Exp(), 4), k=3, key=key).value
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls(name, arguments):
+    matrix, key, _ = arguments
+    free, stored = matrix_free(matrix, PSD), lx.MatrixLinearOperator(matrix, PSD)
+    with strict():
+        found = OTHERS[name](free, stored, key)
+    numbers = jax.tree.leaves(eqx.filter(found, eqx.is_inexact_array))
+    assert numbers
+    assert all(np.all(np.isfinite(each)) for each in numbers)
+
+
+def test_dynamic_trace(arguments):
+    matrix, key, _ = arguments
+    dynamic = tx.DynamicTrace(matrix_free, num_probes=4)
+    with strict():
+        first = dynamic.init(matrix, key=key, k=8)
+        second = dynamic.update(first.state, matrix)
+    assert np.isfinite(second.value)
