@@ -196,7 +196,8 @@ def test_samples_have_the_value_as_mean(case, dtype):
     rtol = 1e-12 if dtype != np.float32 else 1e-5
     assert stats["samples"].ndim == 2
     assert np.allclose(np.mean(stats["samples"], axis=1), value, rtol=rtol, atol=0)
-    assert np.array_equal(stats["std.err"], std_err)
+    # One number, but the compiler may compute it once for each output.
+    assert np.allclose(stats["std.err"], std_err, rtol=8 * eps(dtype), atol=0)
 
 
 @every_entry
