@@ -18,10 +18,11 @@ from .helpers import matrix_free
 N = 12
 KEY = jr.key(0)
 PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
-MATRIX = jnp.diag(jnp.arange(1.0, N + 1)) + 0.1
+MATRIX = np.diag(np.arange(1.0, N + 1)) + 0.1
 TAGGED = matrix_free(MATRIX, PSD)
 UNTAGGED = matrix_free(MATRIX)
-INDEFINITE = MATRIX - 6 * jnp.eye(N)
+ONES = np.ones(N)
+INDEFINITE = MATRIX - 6 * np.eye(N)
 SLQ, KRYLOV = tx.SLQEstimator(), tx.KrylovAwareEstimator()
 every_estimator = pytest.mark.parametrize(
     "estimator", [SLQ, KRYLOV], ids=lambda e: type(e).__name__
@@ -90,7 +91,9 @@ INTEGER_CALLS = [
     ("rank", lambda x: tx.nystrom_preconditioner(TAGGED, x, key=KEY)),
     (
         "rank",
-        lambda x: tx.pivoted_cholesky_preconditioner(TAGGED, x, diagonal=jnp.ones(N)),
+        lambda x: tx.pivoted_cholesky_preconditioner(
+            TAGGED, x, diagonal=jnp.asarray(ONES)
+        ),
     ),
 ]
 every_integer = pytest.mark.parametrize(
@@ -184,7 +187,7 @@ KEY_CALLS = {
 @pytest.mark.parametrize("name", KEY_CALLS)
 @pytest.mark.parametrize(
     ("key", "found"),
-    [(0, ""), (jnp.zeros(2), "shape (2,)"), (jr.split(KEY, 3), "shape (3,)")],
+    [(0, ""), (jnp.asarray(np.zeros(2)), "shape (2,)"), (jr.split(KEY, 3), "shape (3,)")],
     ids=["int", "floats", "batch"],
 )
 def test_not_a_key(name, key, found):
@@ -250,7 +253,7 @@ def test_krylov_aware_logdet_needs_a_tag_and_no_preconditioner():
     check(ValueError, parts, lambda: logdet(UNTAGGED, KRYLOV))
     settings = {"preconditioner": preconditioner}
     check(ValueError, parts, lambda: logdet(TAGGED, KRYLOV, **settings))
-    assert jnp.isfinite(logdet(TAGGED, KRYLOV).value)
+    assert np.isfinite(logdet(TAGGED, KRYLOV).value)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +290,7 @@ def test_preconditioner_of_an_operator_without_the_tag(name, tags):
 @pytest.mark.parametrize(
     ("operator", "parts"),
     [
-        (matrix_free(jnp.eye(N + 1), PSD), ["of the size of `operator`", "12 and 13"]),
+        (matrix_free(np.eye(N + 1), PSD), ["of the size of `operator`", "12 and 13"]),
         (UNTAGGED, ["must be tagged positive semidefinite", "leave `preconditioner`"]),
         (matrix_free(-MATRIX, NSD), ["must be tagged positive", "without the tag"]),
     ],
@@ -307,7 +310,7 @@ def test_pivoted_cholesky_needs_a_diagonal():
 @pytest.mark.parametrize("shape", [(N - 1,), (), (N, 1)])
 def test_diagonal_of_another_shape(shape):
     parts = [f"`diagonal` must have the shape ({N},)", f"Found {shape}"]
-    wrong = jnp.ones(shape)
+    wrong = jnp.asarray(np.ones(shape))
     call = lambda: tx.pivoted_cholesky_preconditioner(TAGGED, 3, diagonal=wrong)  # noqa: E731
     check(ValueError, parts, call)
 
@@ -325,7 +328,7 @@ def test_exponent(exponent):
     check(TypeError, [*parts, "lambda x: x**p"], lambda: tx.Power(exponent))
 
 
-@pytest.mark.parametrize("function", ["log", 2.0, None, tx.Log, jnp.ones(3)])
+@pytest.mark.parametrize("function", ["log", 2.0, None, tx.Log, np.ones(3)])
 @pytest.mark.parametrize("name", ["trace_of_function", "function_of"])
 def test_function_is_not_one(name, function):
     calls = {
@@ -355,7 +358,7 @@ def test_function_does_not_map_reals_to_reals(estimator, function, parts):
 
 def test_function_of_a_function_that_does_not_map_reals_to_reals():
     parts = ["`function` must map a real number to a real number", "complex128"]
-    call = lambda: tx.function_of(TAGGED, lambda x: x + 1j, 3).mv(jnp.ones(N))  # noqa: E731
+    call = lambda: tx.function_of(TAGGED, lambda x: x + 1j, 3).mv(ONES)  # noqa: E731
     check(TypeError, parts, call)
 
 
@@ -383,10 +386,12 @@ def test_solve_gradient_needs_a_power(estimator, k, function):
 
 
 SECOND = {
-    "logdet": lambda a, k: logdet(matrix_operator(a), k=k),
-    "general": lambda a, k: logdet(matrix_operator(a, ()), k=k),
-    "inverse": lambda a, k: trace_of(tx.Inverse(), matrix_operator(a), k=k),
-    "krylov": lambda a, k: trace_of(tx.Inverse(), matrix_operator(a), KRYLOV, k=k),
+    "logdet": lambda a, k, **s: logdet(matrix_operator(a), k=k, **s),
+    "general": lambda a, k, **s: logdet(matrix_operator(a, ()), k=k, **s),
+    "inverse": lambda a, k, **s: trace_of(tx.Inverse(), matrix_operator(a), k=k, **s),
+    "krylov": lambda a, k, **s: trace_of(
+        tx.Inverse(), matrix_operator(a), KRYLOV, k=k, **s
+    ),
 }
 
 
@@ -399,7 +404,7 @@ def test_second_derivative_of_the_default_gradient(name, k):
     def slope(x):
         return jax.grad(lambda x: SECOND[name](x * MATRIX, k).value)(x)
 
-    assert jnp.isfinite(slope(1.0))
+    assert np.isfinite(jax.jit(slope)(1.0))
     check(NotImplementedError, parts, lambda: jax.grad(slope)(1.0))
     check(NotImplementedError, parts, lambda: jax.jvp(slope, (1.0,), (1.0,)))
 
@@ -426,7 +431,7 @@ def test_mixed_derivatives_of_the_default_gradient(k):
 def test_derivative_of_function_of_in_the_operator():
     def product(x, function=tx.Exp()):
         operator = matrix_operator(x * MATRIX)
-        return jnp.sum(tx.function_of(operator, function, 3).mv(jnp.ones(N)))
+        return jnp.sum(tx.function_of(operator, function, 3).mv(ONES))
 
     parts = ["`traceax.function_of` has no derivative with respect to the operator"]
     parts += ["`traceax.trace_of_function`", "`traceax.logdet`"]
@@ -474,7 +479,7 @@ def test_not_positive_definite_under_jit_and_with_other_tags():
     ):
         check_failure(tx.RESULTS.not_positive_definite, wrong)
     # Without the tag it is log |det A|, which exists.
-    assert jnp.isfinite(logdet(matrix_operator(INDEFINITE, ())).value)
+    assert np.isfinite(logdet(matrix_operator(INDEFINITE, ())).value)
 
 
 @every_budget
@@ -501,34 +506,26 @@ def test_function_that_overflows(estimator):
 
 
 @every_budget
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", SECOND)
 def test_products_that_are_not_finite(name, bad, k):
-    matrix = MATRIX.at[3, 4].set(bad).at[4, 3].set(bad)
-    calls = {
-        "logdet": lambda throw: logdet(matrix_operator(matrix), k=k, throw=throw),
-        "general": lambda throw: logdet(matrix_operator(matrix, ()), k=k, throw=throw),
-        "inverse": lambda throw: trace_of(
-            tx.Inverse(), matrix_operator(matrix), k=k, throw=throw
-        ),
-        "krylov": lambda throw: trace_of(
-            tx.Inverse(), matrix_operator(matrix), KRYLOV, k=k, throw=throw
-        ),
-    }
-    check_failure(tx.RESULTS.nonfinite_product, calls[name])
+    matrix = MATRIX.copy()
+    matrix[[3, 4], [4, 3]] = bad
+    call = lambda throw: SECOND[name](matrix, k, throw=throw)  # noqa: E731
+    check_failure(tx.RESULTS.nonfinite_product, call)
     parts = ["not finite", "operator's arrays hold NaN", "`operator.mv`"]
-    check(RuntimeError, parts, lambda: calls[name](throw=True))
+    check(RuntimeError, parts, lambda: call(throw=True))
 
 
 def test_adjoint_products_that_are_not_finite():
     """The transpose of this function divides zero by zero."""
-    divisor = jnp.ones(N).at[3].set(0)
+    divisor = np.where(np.arange(N) == 3, 0.0, 1.0)
     operator = lx.FunctionLinearOperator(
         lambda v: MATRIX @ jnp.where(divisor > 0, v / divisor, 2 * v),
         jax.ShapeDtypeStruct((N,), jnp.float64),
     )
-    assert jnp.all(jnp.isfinite(operator.mv(jnp.ones(N))))
-    assert not jnp.all(jnp.isfinite(operator.transpose().mv(jnp.ones(N))))
+    products = jax.jit(lambda v: (operator.mv(v), operator.transpose().mv(v)))(ONES)
+    assert [np.all(np.isfinite(x)) for x in products] == [True, False]
     call = lambda throw: logdet(operator, num_steps=8, throw=throw)  # noqa: E731
     check_failure(tx.RESULTS.nonfinite_product, call)
 
@@ -537,7 +534,7 @@ def test_adjoint_products_that_are_not_finite():
     "function", [tx.Exp(), tx.Entropy(), jnp.tanh], ids=["Exp", "Entropy", "tanh"]
 )
 def test_nonfinite_products_are_not_blamed_on_the_function(function):
-    matrix = MATRIX.at[3, 4].set(jnp.nan)
+    matrix = np.where(np.arange(N * N).reshape(N, N) == 3 * N + 4, np.nan, MATRIX)
     call = lambda throw: trace_of(function, matrix_operator(matrix), throw=throw)  # noqa: E731
     check_failure(tx.RESULTS.nonfinite_product, call)
 
@@ -546,7 +543,7 @@ def test_nonfinite_products_are_not_blamed_on_the_function(function):
 @pytest.mark.parametrize("tags", [PSD, NSD, ()], ids=["positive", "negative", "none"])
 def test_zero_operator_has_no_log_determinant(tags, k):
     call = lambda throw: logdet(  # noqa: E731
-        matrix_operator(jnp.zeros((N, N)), tags), k=k, throw=throw
+        matrix_operator(np.zeros((N, N)), tags), k=k, throw=throw
     )
     result = tx.RESULTS.not_positive_definite if tags else tx.RESULTS.zero_determinant
     check_failure(result, call)
@@ -554,7 +551,7 @@ def test_zero_operator_has_no_log_determinant(tags, k):
 
 @pytest.mark.parametrize("tags", [PSD, ()], ids=["positive", "none"])
 def test_singular_matrix_has_no_log_determinant(tags):
-    matrix = MATRIX.at[:, 3].set(0).at[3].set(0)
+    matrix = MATRIX * np.outer(np.arange(N) != 3, np.arange(N) != 3)
     solution = logdet(matrix_operator(matrix, tags), k=N, throw=False)
     assert solution.result != tx.RESULTS.successful
     if not tags:
@@ -570,4 +567,4 @@ def test_right_input_succeeds(name):
 
 def test_static_integers_are_not_traced():
     compiled = eqx.filter_jit(lambda k, s: logdet(TAGGED, k=k, num_steps=s).value)
-    assert jnp.isfinite(compiled(4, 3))
+    assert np.isfinite(compiled(4, 3))
