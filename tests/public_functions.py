@@ -1,0 +1,172 @@
+"""Every public function, as one of a matrix and a key that returns arrays."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+import traceax as tx
+
+from .helpers import hermitian, matrix_free, PSD
+
+
+N = 24
+KEY = jr.key(0)
+SETTINGS = {"k": 4, "num_steps": 5}
+
+
+@ft.cache
+def example(seed=0):
+    return jnp.asarray(hermitian(seed, np.linspace(1, 3, N) + seed))
+
+
+def arrays_of(solution):
+    return solution.value, solution.std_err, solution.stats["samples"]
+
+
+def dense(matrix, tags=PSD):
+    return lx.MatrixLinearOperator(matrix, tags)
+
+
+def traced(estimator):
+    def run(matrix, key, throw=True):
+        solution = tx.trace(dense(matrix), estimator, k=8, key=key, throw=throw)
+        return arrays_of(solution)
+
+    return run
+
+
+def auto(matrix, key, throw=True):
+    return arrays_of(tx.trace(matrix_free(matrix, PSD), k=8, key=key, throw=throw))
+
+
+def exact(matrix, key, throw=True):
+    operator, k = matrix_free(matrix), matrix.shape[0]
+    estimator = tx.ExactTraceEstimator()
+    return arrays_of(tx.trace(operator, estimator, k=k, key=key, throw=throw))
+
+
+def sharded(matrix, key, throw=True):
+    settings = {"execution": tx.Sharded(tx.probe_mesh()), "throw": throw}
+    estimator = tx.XTraceEstimator()
+    return arrays_of(tx.trace(dense(matrix), estimator, k=8, key=key, **settings))
+
+
+def logdet(matrix, key, throw=True, **settings):
+    settings = SETTINGS | {"key": key, "throw": throw} | settings
+    solution = tx.logdet(dense(matrix), **settings)
+    return (*arrays_of(solution), solution.stats["bracket"])
+
+
+def general_logdet(matrix, key, throw=True):
+    operator = dense(matrix + jnp.triu(matrix, 1), ())
+    return arrays_of(tx.logdet(operator, key=key, throw=throw, **SETTINGS))
+
+
+def nystrom_logdet(matrix, key, throw=True):
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=jr.fold_in(key, 1))
+    return logdet(matrix, key, throw, preconditioner=preconditioner)
+
+
+def cholesky_logdet(matrix, key, throw=True):
+    preconditioner = tx.pivoted_cholesky_preconditioner(dense(matrix), 6)
+    return logdet(matrix, key, throw, preconditioner=preconditioner)
+
+
+def nystrom_inverse(matrix, key, throw=True):
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=key)
+    return preconditioner.inverse().mv(matrix[0]), preconditioner.logdet
+
+
+def function_trace(function, estimator=tx.SLQEstimator()):
+    def run(matrix, key, throw=True):
+        settings = SETTINGS | {"key": key, "throw": throw}
+        solution = tx.trace_of_function(dense(matrix), function, estimator, **settings)
+        return arrays_of(solution)
+
+    return run
+
+
+def damped(x):
+    return x * jnp.exp(-x)
+
+
+def action(matrix, key, throw=True):
+    return (tx.function_of(dense(matrix), tx.Inverse(), 5).mv(matrix[0]),)
+
+
+def curved(make):
+    def run(matrix, key, throw=True):
+        operator = make(matrix, matrix[0])
+        estimator = tx.XTraceEstimator()
+        return arrays_of(tx.trace(operator, estimator, k=8, key=key, throw=throw))
+
+    return run
+
+
+def layer(matrix):
+    return lambda w: jnp.tanh(matrix @ w)
+
+
+def squares(outputs):
+    return jnp.sum(outputs**2)
+
+
+def hessian(matrix, point):
+    return tx.hessian(lambda w: squares(layer(matrix)(w)), point)
+
+
+def ggn(matrix, point):
+    return tx.ggn(layer(matrix), squares, point)
+
+
+def jacobian_gram(matrix, point):
+    return tx.jacobian_gram(layer(matrix), point)
+
+
+def probes(sampler):
+    def run(matrix, key, throw=True):
+        return (sampler(key, matrix.shape[0], 5),)
+
+    return run
+
+
+def slope(run):
+    def of(matrix, key, throw=True):
+        return (jax.grad(lambda matrix: run(matrix, key, throw)[0])(matrix),)
+
+    return of
+
+
+FUNCTIONS = {
+    "auto": auto,
+    "hutchinson": traced(tx.HutchinsonEstimator()),
+    "hutchpp": traced(tx.HutchPlusPlusEstimator()),
+    "nystrompp": traced(tx.NystromPlusPlusEstimator()),
+    "xtrace": traced(tx.XTraceEstimator()),
+    "xnystrace": traced(tx.XNysTraceEstimator()),
+    "exact": exact,
+    "sharded": sharded,
+    "logdet": logdet,
+    "logdet-general": general_logdet,
+    "logdet-nystrom": nystrom_logdet,
+    "logdet-cholesky": cholesky_logdet,
+    "nystrom-inverse": nystrom_inverse,
+    "power": function_trace(tx.Power(-1)),
+    "exp": function_trace(tx.Exp(-0.5)),
+    "callable": function_trace(damped),
+    "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
+    "action": action,
+    "hessian": curved(hessian),
+    "ggn": curved(ggn),
+    "jacobian-gram": curved(jacobian_gram),
+    "rademacher": probes(tx.RademacherSampler()),
+    "normal": probes(tx.NormalSampler()),
+    "sphere": probes(tx.SphereSampler()),
+    "steinhaus": probes(tx.SteinhausSampler(jnp.complex128)),
+    "slope-xtrace": slope(traced(tx.XTraceEstimator())),
+    "slope-logdet": slope(logdet),
+}
