@@ -24,8 +24,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def environment(devices, **variables):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    flags += " --xla_backend_optimization_level=0"
+    count = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} {count}"  # of two counts the last one
     fixed = {"XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     return os.environ | fixed | variables
 

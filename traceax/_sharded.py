@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree, Shaped
 
+from ._checks import plain_integer
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator
 from ._kernel.dense import factorising
@@ -96,7 +98,7 @@ class Sharded(AbstractExecution):
 
     mesh: Mesh = eqx.field(static=True, converter=_auto)
     axis: str = eqx.field(static=True, default="probes")
-    block_size: int | None = eqx.field(static=True, default=None)
+    block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     rows: str | None = eqx.field(static=True, default=None)
     host_factorisations: bool = eqx.field(static=True, default=False)
     can_raise: ClassVar[bool] = False
@@ -115,7 +117,14 @@ class Sharded(AbstractExecution):
             )
         Local(self.block_size)
 
-    def map_reduce(self, fn, reduce, operator, xs, width=1):
+    def map_reduce(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        reduce: Callable[[PyTree, Bool[Array, " p"]], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
+    ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         _check_auto(operator)
         count, devices = jax.tree.leaves(xs)[0].shape[0], self.mesh.shape[self.axis]
         padded = -(-count // devices) * devices
@@ -148,7 +157,7 @@ class Sharded(AbstractExecution):
         devices, split = self.mesh.shape[self.axis], PartitionSpec(self.axis)
 
         def one(arrays, xs, valid, row):
-            # Once and here, or a derivative sums over devices wherever they are used.
+            # For `check_vma`: once and here, or a derivative sums where they are used.
             arrays = jax.lax.pcast(arrays, self.axis, to="varying")
             outs, part = share(arrays, xs, valid)
             part, unravel = ravel_pytree(part)
@@ -185,10 +194,16 @@ class Sharded(AbstractExecution):
         outs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs)
         return outs, parts
 
-    def map(self, fn, operator, xs, width=1):
+    def map(
+        self,
+        fn: Callable[[FlatOperator, PyTree], PyTree],
+        operator: FlatOperator,
+        xs: PyTree[Shaped[Array, "m ..."]],
+        width: int = 1,
+    ) -> PyTree[Shaped[Array, "m ..."]]:
         return self._gather(super().map(fn, operator, xs, width))
 
-    def factorising(self):
+    def factorising(self) -> contextlib.AbstractContextManager[None]:
         by_rows = self.rows is not None
         return factorising(on_host=self.host_factorisations, by_rows=by_rows)
 
