@@ -201,7 +201,7 @@ def test_general_operators():
 def test_it_raises():
     matrix = jnp.asarray(low_rank(400)).astype(BRAIN)
     operator = matrix_free(matrix, PSD)
-    with pytest.raises(RuntimeError, match="rounding errors of the products"):
+    with pytest.raises(RuntimeError, match="Rounding errors of the products"):
         tx.trace_of_function(operator, INVERSE, k=10, num_steps=20, key=jr.key(0))
 
 
