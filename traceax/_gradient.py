@@ -38,7 +38,17 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
-        """L, and with it what second derivatives are to see."""
+        """L.
+
+        **Arguments:**
+
+        - `operator`: A, with derivatives. What L keeps of them is what second derivatives
+            see.
+
+        **Returns:**
+
+        An array of shape `(n, p)`, the counterpart of `right`.
+        """
 
 
 class Frame(AbstractFrame):
@@ -46,7 +56,7 @@ class Frame(AbstractFrame):
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = True
 
-    def left(self, operator):
+    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
         return self.constant
 
 
@@ -55,7 +65,7 @@ class FirstOrderFrame(AbstractFrame):
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = False
 
-    def left(self, operator):
+    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
         return _refuse_second(operator, self.approximation)
 
 
@@ -70,7 +80,7 @@ class SolvedFrame(AbstractFrame):
     hermitian: bool = eqx.field(static=True)
     linear: ClassVar[bool] = False
 
-    def left(self, operator):
+    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
         structure = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
         tags = lx.positive_semidefinite_tag if self.hermitian else ()
         matrix = lx.FunctionLinearOperator(operator.fn, structure, tags)

@@ -66,7 +66,22 @@ class AbstractFunctionEstimator(eqx.Module):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """Estimate with at most `k * num_steps` products; `num_steps` is at most n."""
+        """Estimate $\\mathrm{tr} f(A)$.
+
+        **Arguments:**
+
+        - `operator`: A, Hermitian, as a map of flat vectors.
+        - `function`: f.
+        - `gradient`: how the derivative is to be made.
+        - `k`: the number of probes, a number or adaptive.
+        - `num_steps`: the number of Lanczos steps, at most n.
+        - `key`: a JAX PRNG key, or `None` if the caller gave none.
+        - `execution`: where products are to be made.
+
+        **Returns:**
+
+        An `Estimate` of `traceax.internal`, from at most `k * num_steps` products.
+        """
 
 
 class AbstractFunctionTask(eqx.Module):

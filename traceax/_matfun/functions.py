@@ -57,7 +57,16 @@ class AbstractSpectralFunction(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
-        """The function, elementwise."""
+        """The function, elementwise.
+
+        **Arguments:**
+
+        - `x`: eigenvalues, a real array of shape `(s,)`.
+
+        **Returns:**
+
+        A real array of the same shape and dtype.
+        """
 
     def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
         """The derivative, elementwise; by default `jax.jvp` of `__call__`."""
@@ -95,7 +104,7 @@ class Log(AbstractSpectralFunction):
         return jnp.log(x)
 
     @property
-    def derivative_by_solves(self):
+    def derivative_by_solves(self) -> tuple[float, int] | None:
         return 1.0, 1
 
 
@@ -124,7 +133,7 @@ class Inverse(AbstractSpectralFunction):
         return 1 / x
 
     @property
-    def derivative_by_solves(self):
+    def derivative_by_solves(self) -> tuple[float, int] | None:
         return -1.0, 2
 
 
@@ -192,7 +201,7 @@ class Power(AbstractSpectralFunction):
         return x ** int(self.exponent) if self._whole else x**self.exponent
 
     @property
-    def derivative_by_solves(self):
+    def derivative_by_solves(self) -> tuple[float, int] | None:
         if self.exponent < 0 and self._whole:
             return float(self.exponent), 1 - int(self.exponent)
         return None
@@ -260,7 +269,7 @@ class Entropy(AbstractSpectralFunction):
     def __call__(self, x):
         return -xlogy(x, x)
 
-    def derivative(self, x):
+    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
         return -1 - jnp.log(x)
 
 

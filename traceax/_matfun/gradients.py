@@ -50,7 +50,21 @@ class AbstractFunctionGradient(eqx.Module):
         right: Inexact[Array, "n p"],
         hermitian: bool = True,
     ) -> AbstractFrame:
-        """The frame with the given R, where Lanczos says `L = approximation`."""
+        """The frame from which a derivative is made.
+
+        **Arguments:**
+
+        - `function`: f.
+        - `approximation`: what Lanczos says is $f'(A) R$, shape `(n, p)`.
+        - `right`: R, the probes, shape `(n, p)`.
+        - `hermitian`: False for $\\log|A|$ of a general operator: then it is
+            $A^{-*} R$.
+
+        **Returns:**
+
+        A frame `(L, R)` of `traceax.internal` with
+        $E[\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)] = d\\, \\mathrm{tr} f(A)$.
+        """
 
 
 class LanczosGradient(AbstractFunctionGradient):
@@ -82,7 +96,13 @@ class LanczosGradient(AbstractFunctionGradient):
         ```
     """
 
-    def frame(self, function, approximation, right, hermitian=True):
+    def frame(
+        self,
+        function: AbstractSpectralFunction,
+        approximation: Inexact[Array, "n p"],
+        right: Inexact[Array, "n p"],
+        hermitian: bool = True,
+    ) -> AbstractFrame:
         return FirstOrderFrame(approximation, right)
 
 
@@ -128,7 +148,13 @@ class SolveGradient(AbstractFunctionGradient):
                 "`lineax.CG(rtol=1e-6, atol=1e-6)`."
             )
 
-    def frame(self, function, approximation, right, hermitian=True):
+    def frame(
+        self,
+        function: AbstractSpectralFunction,
+        approximation: Inexact[Array, "n p"],
+        right: Inexact[Array, "n p"],
+        hermitian: bool = True,
+    ) -> AbstractFrame:
         found = function.derivative_by_solves
         if found is None:
             raise ValueError(

@@ -1,9 +1,11 @@
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive
-from .._execution import full_precision
+from .._execution import AbstractExecution, full_precision
+from .._flat import FlatOperator
 from .._gradient import attach
 from .._kernel.dense import eigh
 from .._kernel.lanczos import block_lanczos
@@ -11,6 +13,8 @@ from .._moments import Moments
 from .._sampler import AbstractSampler, draw_for, SphereSampler
 from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator
+from .functions import AbstractSpectralFunction
+from .gradients import AbstractFunctionGradient
 from .quadratic_form import (
     check_domain,
     check_precision,
@@ -87,7 +91,17 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 f"Found `{type(self.sampler).__name__}`. Use `traceax.SphereSampler`."
             )
 
-    def run(self, operator, function, gradient, *, k, num_steps, key, execution):
+    def run(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        gradient: AbstractFunctionGradient,
+        *,
+        k: int | Adaptive,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         if isinstance(k, Adaptive):
             raise ValueError(
                 "`KrylovAwareEstimator` needs a fixed budget. Found "

@@ -97,7 +97,17 @@ class SLQEstimator(AbstractFunctionEstimator):
     def __check_init__(self):
         check_window(self.window)
 
-    def run(self, operator, function, gradient, *, k, num_steps, key, execution):
+    def run(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        gradient: AbstractFunctionGradient,
+        *,
+        k: int | Adaptive,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         def form(flat, probe):
             return lanczos_form(
                 flat.mv,
@@ -113,7 +123,16 @@ class SLQEstimator(AbstractFunctionEstimator):
             form, operator, function, gradient, k, num_steps, key, execution, True
         )
 
-    def run_log_abs(self, operator, gradient, *, k, num_steps, key, execution):
+    def run_log_abs(
+        self,
+        operator: FlatOperator,
+        gradient: AbstractFunctionGradient,
+        *,
+        k: int | Adaptive,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         """`run` for `log |A|` with any square A, by Golub-Kahan."""
 
         def form(flat, probe):
