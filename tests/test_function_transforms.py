@@ -85,13 +85,13 @@ def action(operator, key, num_steps=5):
     return tx.function_of(operator, tx.Inverse(), num_steps).mv(probe(operator, key))
 
 
-def nystrom_inverse(operator, key):
-    preconditioner = tx.nystrom_preconditioner(operator, 4, key=key)
+def nystrom_inverse(operator, key, shift=None):
+    preconditioner = tx.nystrom_preconditioner(operator, 4, key=key, shift=shift)
     return preconditioner.inverse().mv(probe(operator, key)), preconditioner.logdet
 
 
-def cholesky_inverse(operator, key):
-    preconditioner = tx.pivoted_cholesky_preconditioner(operator, 4)
+def cholesky_inverse(operator, key, shift=None):
+    preconditioner = tx.pivoted_cholesky_preconditioner(operator, 4, shift=shift)
     return preconditioner.inverse().mv(probe(operator, key)), preconditioner.logdet
 
 
@@ -234,8 +234,14 @@ def test_derivative_of_the_action_in_the_vector():
 
 @pytest.mark.parametrize("name", ["nystrom-inverse", "cholesky-inverse"])
 def test_preconditioners_are_constant(name):
-    total = lambda a: sum(jnp.sum(x) for x in answer(name, a, KEY))  # noqa: E731
+    """In the operator, whether its shift is estimated or given, and in a given one."""
+
+    def total(matrix, shift=None):
+        return sum(jnp.sum(x) for x in OTHERS[name](dense(matrix), KEY, shift))
+
     assert np.all(jax.jit(jax.grad(total))(matrix_of()) == 0)
+    in_both = jax.jit(jax.grad(total, (0, 1)))(matrix_of(), 0.5)
+    assert all(np.all(slope == 0) for slope in in_both)
 
 
 def test_parameters_of_functions():
