@@ -39,14 +39,14 @@ def devices(
     """
     if backend is not None:
         return _started("backend", backend)
-    found = []
+    known = []
     with contextlib.suppress(RuntimeError):
         # Starts them, and fails if one that `JAX_PLATFORMS` names does not start.
         backends()
     with contextlib.suppress(RuntimeError):
         for platform in (None, *backends()):
-            found += [each for each in jax.devices(platform) if each not in found]
-    return found
+            known += [each for each in jax.devices(platform) if each not in known]
+    return known
 
 
 def _started(argument: str, platform: str | None) -> list[Any]:

@@ -117,12 +117,12 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
     if operator.in_size() == 0:
         raise ValueError("`operator` must have at least one row. Found size 0.")
     leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
-    found = {leaf.dtype for leaf in leaves}
-    kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in found}
-    if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in found):
+    dtypes = {leaf.dtype for leaf in leaves}
+    kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}
+    if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         raise TypeError(
             "`operator` must map real vectors to real ones or complex vectors to "
-            f"complex ones. Found the dtypes {sorted(map(str, found))} in its "
+            f"complex ones. Found the dtypes {sorted(map(str, dtypes))} in its "
             "in_structure() and out_structure(). Cast the operator's arrays and its "
             "input structure to one floating or complex dtype."
         )
@@ -131,10 +131,10 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
 def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:
     """`dtype` and `precision` of [`FlatOperator`][]."""
     structures = (operator.in_structure(), operator.out_structure())
-    found = [leaf.dtype for leaf in tree_leaves(structures)]
+    each = [leaf.dtype for leaf in tree_leaves(structures)]
     with standard_promotion():
-        dtype = jnp.promote_types(jnp.result_type(*found), jnp.float32)
-    return dtype, max(found, key=lambda each: float(jnp.finfo(each).eps))
+        dtype = jnp.promote_types(jnp.result_type(*each), jnp.float32)
+    return dtype, max(each, key=lambda x: float(jnp.finfo(x).eps))
 
 
 def to_flat(tree: PyTree, dtype: DTypeLike) -> Inexact[Array, " n"]:

@@ -35,8 +35,8 @@ class _LogDet(AbstractFunctionTask):
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
     ) -> Estimate:
-        if (found := structured_log_det(operator)) is not None:
-            return _from_structure(found)
+        if (determinant := structured_log_det(operator)) is not None:
+            return _from_structure(determinant)
         sign, definite = _definite(operator)
         if definite is None:
             return exact_log_abs_det(flatten(operator), self.gradient, execution)
@@ -51,8 +51,8 @@ class _LogDet(AbstractFunctionTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if (found := structured_log_det(operator)) is not None:
-            return _from_structure(found)
+        if (determinant := structured_log_det(operator)) is not None:
+            return _from_structure(determinant)
         num_steps = min(self.num_steps, operator.in_size())
         settings: Any = {"k": k, "num_steps": num_steps, "key": key}
         settings["execution"] = execution
@@ -114,15 +114,15 @@ def _with_stats(estimate: Estimate, *, sign: Any, **stats: Array) -> Estimate:
     return dataclasses.replace(estimate, extra=estimate.extra | stats)
 
 
-def _from_structure(found: SignLog) -> Estimate:
+def _from_structure(determinant: SignLog) -> Estimate:
     return Estimate(
-        value=found.log,
-        std_err=jnp.zeros_like(found.log),
-        samples=found.log[None],
+        value=determinant.log,
+        std_err=jnp.zeros_like(determinant.log),
+        samples=determinant.log[None],
         num_matvecs=0,
         rounding=0.0,
-        result=failure(found.sign == 0, RESULTS.zero_determinant),
-        extra={"sign": found.sign},
+        result=failure(determinant.sign == 0, RESULTS.zero_determinant),
+        extra={"sign": determinant.sign},
     )
 
 

@@ -4,12 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 
-def sample_mean(samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
-    """The mean, without rounding error where all samples are equal."""
-    pivot = jax.lax.stop_gradient(samples[0])
-    return pivot + jnp.mean(samples - pivot)
-
-
 class Moments(eqx.Module):
     """Count, mean, spread and skewness of exchangeable samples, in a form that merges.
 

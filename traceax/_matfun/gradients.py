@@ -155,8 +155,8 @@ class SolveGradient(AbstractFunctionGradient):
         right: Inexact[Array, "n p"],
         hermitian: bool = True,
     ) -> AbstractFrame:
-        found = function.derivative_by_solves
-        if found is None:
+        power = function.derivative_by_solves
+        if power is None:
             raise ValueError(
                 "`gradient=traceax.SolveGradient(...)` needs a function whose derivative "
                 "is a negative whole power: `traceax.Log`, `traceax.Inverse` or "
@@ -165,7 +165,7 @@ class SolveGradient(AbstractFunctionGradient):
                 "first derivative. There is no second one in the operator for such a "
                 "function: take differences of first ones, with the same key."
             )
-        coefficient, num_solves = found
+        coefficient, num_solves = power
         return SolvedFrame(right, self.solver, coefficient, num_solves, hermitian)
 
 

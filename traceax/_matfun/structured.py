@@ -22,8 +22,8 @@ def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
     """For diagonal, triangular, tridiagonal and identity operators, their multiples and
     products, without a matrix-vector product; None for any other operator."""
     match operator:
-        case lx.TaggedLinearOperator() if found := structured_log_det(operator.operator):
-            return found
+        case lx.TaggedLinearOperator() if inner := structured_log_det(operator.operator):
+            return inner
         case lx.ComposedLinearOperator():
             first = structured_log_det(operator.operator1)
             second = structured_log_det(operator.operator2)
@@ -53,13 +53,13 @@ def _scaled(
     power: int,
 ) -> SignLog | None:
     """`det(c A) = c^n det A` for `operator = c A`, `c = factor ** power`."""
-    found = structured_log_det(operator.operator)
-    if found is None:
+    inner = structured_log_det(operator.operator)
+    if inner is None:
         return None
     n = operator.in_size()
-    factor = jnp.asarray(factor, found.sign.dtype)
+    factor = jnp.asarray(factor, inner.sign.dtype)
     sign, log = _sign(factor), n * power * jnp.log(jnp.abs(factor))
-    return SignLog(found.sign * sign ** (n * power), found.log + log)
+    return SignLog(inner.sign * sign ** (n * power), inner.log + log)
 
 
 def _product(entries: Inexact[Array, " n"]) -> SignLog:
