@@ -12,6 +12,8 @@ import lineax as lx
 import numpy as np
 import pytest
 
+import traceax as tx
+
 from .adaptive import (
     budget,
     DECAY,
@@ -91,6 +93,14 @@ def test_state_of_another_call():
         trace(OPERATOR, XNYS, budget(rtol=0.1, state=state))
     with pytest.raises(TypeError, match="`state` must be"):
         trace(OPERATOR, XTRACE, budget(rtol=0.1, state=np.zeros(3)))
+    other = jax.random.key(1)
+    with pytest.raises(ValueError, match="same `key`"):
+        trace(OPERATOR, XTRACE, budget(rtol=0.1, state=state), key=other)
+    settings = {"key": KEY, "throw": False}
+    first = tx.logdet(OPERATOR, k=budget(rtol=0.1), num_steps=4, **settings)
+    more = budget(rtol=0.1, state=first.state)
+    with pytest.raises(ValueError, match="num_steps=5"):
+        tx.logdet(OPERATOR, k=more, num_steps=5, **settings)
 
 
 def test_fixed_budget_has_no_state():

@@ -1,5 +1,8 @@
 """Each kind of wrong input gives an exception that names argument, value and fix."""
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -309,3 +312,91 @@ def test_right_input_succeeds(estimator):
     solution = tx.trace(operator, estimator, k=6, key=KEY, throw=False)
     assert solution.result == tx.RESULTS.successful
     assert tx.RESULTS[solution.result] == ""
+
+
+# --- the order of another release, flags, and parts that users write ---
+
+
+def test_another_order_of_arguments():
+    parts = ["`traceax.trace` takes the operator first", "k=k, key=key"]
+    estimator = tx.XTraceEstimator()
+    check(TypeError, parts, lambda: tx.trace(KEY, TAGGED, 4, estimator))
+    check(TypeError, parts, lambda: tx.trace(KEY, TAGGED, k=4))
+
+
+def test_throw_is_a_flag():
+    parts = ["`throw` must be True or False", "'local'"]
+    check(TypeError, parts, lambda: tx.trace(TAGGED, k=4, key=KEY, throw="local"))
+
+
+def test_numpy_integers_are_integers():
+    settings = {"k": np.int64(N), "execution": tx.Local(np.int64(4))}
+    solution = tx.trace(TAGGED, **settings)
+    np.testing.assert_allclose(solution.value, np.trace(MATRIX), rtol=1e-13)
+    assert type(tx.Local(np.int64(4)).block_size) is int
+    assert type(tx.Adaptive(rtol=0.1, max_k=np.int32(8)).max_k) is int
+
+
+class Columns(tx.AbstractSampler):
+    """Two vectors where one is asked for."""
+
+    dtype: None = None
+    density: float = 0.5
+    rotation_invariant: ClassVar[bool] = False
+
+    def sample(self, key, n, dtype):
+        return jr.normal(key, (n, 2), dtype)
+
+
+def test_a_sampler_returns_one_vector():
+    estimator = tx.HutchinsonEstimator(Columns(density=0.1))
+    parts = ["`Columns.sample` must return an array of shape (12,)", "(12, 2)"]
+    check(ValueError, parts, lambda: tx.trace(TAGGED, estimator, k=4, key=KEY))
+
+
+def test_the_first_field_of_a_sampler_is_its_dtype():
+    parts = ["`dtype` of `Columns` must be a dtype", "0.5", "`Columns(name=value)`"]
+    check(TypeError, parts, lambda: Columns(0.5))
+
+
+class Custom(tx.AbstractStreamingEstimator):
+    form: Callable
+    sampler: tx.AbstractSampler = tx.RademacherSampler()
+    min_matvecs: ClassVar[int] = 1
+
+    def sample(self, mv, probe):
+        return self.form(mv, probe)
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        (lambda mv, probe: probe * mv(probe), "the shape (12,) and 1 products"),
+        (lambda mv, probe: jnp.vdot(probe, mv(mv(probe))), "the shape () and 2 products"),
+        (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 products"),
+    ],
+)
+def test_a_sample_is_a_scalar_from_one_product(form, found):
+    parts = ["`Custom.sample` must return a scalar made from one product", found]
+    check(ValueError, parts, lambda: tx.trace(TAGGED, Custom(form), k=4, key=KEY))
+
+
+def test_dynamic_trace_checks_what_it_gets():
+    dynamic = tx.DynamicTrace(lambda x: lx.MatrixLinearOperator(x))
+    state = dynamic.init(MATRIX, key=KEY, k=N).state
+    parts = ["`state` must be the `state` of a solution", "float"]
+    check(TypeError, parts, lambda: dynamic.update(1.0, MATRIX))
+    parts = ["must be of an operator with the structure of the last one", "(5,)"]
+    check(ValueError, parts, lambda: dynamic.update(state, MATRIX[:5, :5]))
+
+
+def test_a_preconditioner_needs_finite_products():
+    bad = np.array(MATRIX)
+    bad[0, 0] = np.nan
+    operator = lx.MatrixLinearOperator(jnp.asarray(bad), PSD)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
+        tx.nystrom_preconditioner(operator, 3, key=KEY)
+    made = tx.nystrom_preconditioner(operator, 3, key=KEY, throw=False)
+    assert made.result == tx.RESULTS.nonfinite_product
+    made = tx.pivoted_cholesky_preconditioner(TAGGED, 3, diagonal=jnp.diag(MATRIX))
+    assert made.result == tx.RESULTS.successful

@@ -1,0 +1,121 @@
+"""Adaptive budgets that allow for the exact answer besides: they cannot run out."""
+
+import equinox as eqx
+import jax
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .adaptive import (
+    budget,
+    DECAY,
+    estimate,
+    FLAT,
+    HUTCHINSON,
+    KEY,
+    N,
+    name,
+    SIZE,
+    succeeded,
+    trace,
+    TRACES,
+    XTRACE,
+)
+from .helpers import hermitian, matrix_free, PSD
+
+
+# One that does not know its diagonal.
+OPERATOR = matrix_free(jax.numpy.asarray(DECAY), PSD)
+GENEROUS = {"max_k": 200, "rtol": 1e-9}  # more than n, for what no estimator reaches
+every_estimator = pytest.mark.parametrize("estimator", TRACES, ids=name)
+
+
+@every_estimator
+def test_value_and_gradient_are_exact(estimator):
+    solution, (slope, _) = estimate(DECAY, estimator, budget(**GENEROUS))
+    assert succeeded(solution)
+    assert solution.std_err == 0
+    np.testing.assert_allclose(solution.value, np.trace(DECAY), rtol=1e-13)
+    np.testing.assert_allclose(slope, np.eye(N), atol=1e-12)
+    assert N < solution.stats["num_matvecs"] <= 2 * N
+    samples = solution.stats["samples"]
+    np.testing.assert_array_equal(samples, np.full_like(samples, solution.value))
+
+
+@every_estimator
+def test_an_estimate_that_is_good_enough_is_kept(estimator):
+    """For a tolerance that is met, the budget beyond n changes nothing."""
+    small, _ = estimate(FLAT, estimator, budget(rtol=0.2))
+    large, _ = estimate(FLAT, estimator, budget(rtol=0.2, max_k=200))
+    assert succeeded(small)
+    np.testing.assert_allclose(large.value, small.value, rtol=1e-12)
+    assert large.std_err > 0
+    if estimator in (HUTCHINSON, XTRACE):  # the others plan for the largest budget
+        assert large.stats["num_matvecs"] == small.stats["num_matvecs"] < N
+
+
+def test_independent_samples_that_are_hopeless_are_soon_given_up():
+    """After `min_samples`, rather than after n of them."""
+    solution = trace(OPERATOR, HUTCHINSON, budget(**GENEROUS, min_samples=10))
+    assert solution.stats["num_matvecs"] == N + 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("max_k", "products", "exact"),
+    [(N, N, False), (N + SIZE - 1, N, False), (N + SIZE, N + SIZE, True)],
+)
+def test_the_budget_is_never_exceeded(max_k, products, exact):
+    solution = trace(OPERATOR, XTRACE, budget(rtol=1e-12, max_k=max_k))
+    assert solution.stats["num_matvecs"] == products
+    assert succeeded(solution) == exact
+
+
+def test_every_key_of_a_batch_and_complex_operators():
+    matrix = hermitian(3, 1 / np.arange(1, N + 1), np.complex128)
+    operator = lx.MatrixLinearOperator(jax.numpy.asarray(matrix), PSD)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        return trace(operator, HUTCHINSON, budget(max_k=200, rtol=1e-3), key=key)
+
+    solution = run(jax.random.split(KEY, 4))
+    assert np.all(np.asarray(solution.std_err) == 0)
+    np.testing.assert_allclose(solution.value, np.trace(matrix), rtol=1e-13)
+
+
+@pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
+def test_on_a_mesh(estimator):
+    execution = tx.Sharded(tx.probe_mesh(jax.devices()[:4]))
+    settings = {"k": budget(**GENEROUS), "key": KEY, "execution": execution}
+    solution = tx.trace(OPERATOR, estimator, **settings)
+    np.testing.assert_allclose(solution.value, np.trace(DECAY), rtol=1e-13)
+    assert solution.std_err == 0
+
+
+@pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "Golub-Kahan"])
+def test_log_determinants(tags):
+    """The bracket and the Ritz values are those of the exact answer too."""
+    operator = lx.MatrixLinearOperator(jax.numpy.asarray(DECAY), tags)
+    solution = tx.logdet(operator, k=budget(**GENEROUS), num_steps=5, key=KEY)
+    exact = np.linalg.slogdet(DECAY)[1]
+    np.testing.assert_allclose(solution.value, exact, rtol=1e-12)
+    np.testing.assert_allclose(solution.stats["bracket"], [exact, exact], rtol=1e-12)
+    np.testing.assert_allclose(solution.stats["ritz_values"], [1 / N, 1], rtol=1e-9)
+
+
+def test_a_failed_product_is_still_a_failure():
+    bad = DECAY.copy()
+    bad[0, 0] = np.nan
+    operator = lx.MatrixLinearOperator(jax.numpy.asarray(bad), PSD)
+    solution = trace(operator, HUTCHINSON, budget(**GENEROUS))
+    assert solution.result == tx.RESULTS.nonfinite_product
+
+
+def test_going_on_from_a_run_that_took_the_exact_answer():
+    first = trace(OPERATOR, XTRACE, budget(**GENEROUS))
+    again = trace(OPERATOR, XTRACE, budget(**GENEROUS, state=first.state))
+    assert eqx.tree_equal(again.value, first.value)
+    assert succeeded(again)
