@@ -67,17 +67,19 @@ def general_logdet(matrix, key, throw=True):
 
 
 def nystrom_logdet(matrix, key, throw=True):
-    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=jr.fold_in(key, 1))
+    settings = {"key": jr.fold_in(key, 1), "throw": throw}
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, **settings)
     return logdet(matrix, key, throw, preconditioner=preconditioner)
 
 
 def cholesky_logdet(matrix, key, throw=True):
-    preconditioner = tx.pivoted_cholesky_preconditioner(dense(matrix), 6)
+    preconditioner = tx.pivoted_cholesky_preconditioner(dense(matrix), 6, throw=throw)
     return logdet(matrix, key, throw, preconditioner=preconditioner)
 
 
 def nystrom_inverse(matrix, key, throw=True):
-    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, key=key)
+    settings = {"key": key, "throw": throw}
+    preconditioner = tx.nystrom_preconditioner(dense(matrix), 6, **settings)
     return preconditioner.inverse().mv(matrix[0]), preconditioner.logdet
 
 
