@@ -46,20 +46,13 @@ class AbstractExecution(eqx.Module):
             # One probe after another.
             can_raise: ClassVar[bool] = True
 
-            def map_reduce(
-        self,
-        fn: Callable[[FlatOperator, PyTree], PyTree],
-        reduce: Callable[[PyTree, Bool[Array, " p"]], PyTree],
-        operator: FlatOperator,
-        xs: PyTree[Shaped[Array, "m ..."]],
-        width: int = 1,
-    ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
+            def map_reduce(self, fn, reduce, operator, xs, width=1):
                 outs = jax.lax.map(lambda x: fn(operator, x), xs)
                 count = jax.tree.leaves(xs)[0].shape[0]
                 part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
                 return outs, jax.tree.map(lambda x: x[None], part)
 
-            def factorising(self) -> contextlib.AbstractContextManager[None]:
+            def factorising(self):
                 return contextlib.nullcontext()
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))

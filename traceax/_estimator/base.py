@@ -38,13 +38,7 @@ class AbstractTraceEstimator(eqx.Module):
             # XTrace, or Hutchinson where its arrays would not fit.
             min_matvecs: ClassVar[int] = 2
 
-            def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
+            def run(self, operator, k, key, execution):
                 fits = operator.in_size() < 10**6
                 chosen = tx.XTraceEstimator() if fits else tx.HutchinsonEstimator()
                 return chosen.run(operator, k, key, execution)
@@ -133,9 +127,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             sampler: tx.AbstractSampler = tx.RademacherSampler()
             min_matvecs: ClassVar[int] = 1
 
-            def sample(
-        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> Inexact[Array, ""]:
+            def sample(self, mv, probe):
                 return jnp.vdot(probe, mv(probe))
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))

@@ -80,16 +80,10 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             min_matvecs: ClassVar[int] = 2
             semidefinite: ClassVar[bool] = False
 
-            def num_probes(self, k: int) -> int:
+            def num_probes(self, k):
                 return k
 
-            def sketch(
-        self,
-        matmat: Callable[[Array], Array],
-        probes: Inexact[Array, "n m"],
-        k: int,
-        eps: float,
-    ) -> Sketch:
+            def sketch(self, matmat, probes, k, eps):
                 samples = jnp.sum(probes.conj() * matmat(probes), axis=0)
                 std_err = jnp.std(samples, ddof=1) / k**0.5
                 return tx.Sketch(samples, std_err, (probes / k, probes), num_matvecs=k)
