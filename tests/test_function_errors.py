@@ -219,7 +219,10 @@ def test_not_an_instance(call, name, value, parts, example):
 
 
 def test_preconditioner_is_not_one():
-    parts = ["`preconditioner` must be an instance of `traceax.Preconditioner`", "Found"]
+    parts = [
+        "`preconditioner` must be an instance of `traceax.AbstractPreconditioner`",
+        "Found",
+    ]
     inverse = tx.nystrom_preconditioner(TAGGED, 3, key=KEY).inverse()
     for wrong in (inverse, MATRIX):
         call = lambda wrong=wrong: logdet(TAGGED, preconditioner=wrong)  # noqa: E731

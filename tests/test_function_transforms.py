@@ -26,12 +26,13 @@ FLAT = np.linspace(1, 3, N)
 SETTINGS = {"k": 4, "num_steps": 5}
 
 
-def preconditioned(operator, key, make, **settings):
+def preconditioned(operator, key, make, throw=True, **settings):
+    settings["throw"] = throw
     if make is tx.nystrom_preconditioner:
-        preconditioner = make(operator, 4, key=jr.fold_in(key, 1))
+        preconditioner = make(operator, 4, key=jr.fold_in(key, 1), throw=throw)
     else:
-        ones = jnp.diagonal(operator.as_matrix())
-        preconditioner = make(operator, 4, diagonal=ones)
+        diagonal = jnp.diagonal(operator.as_matrix())
+        preconditioner = make(operator, 4, diagonal=diagonal, throw=throw)
     return tx.logdet(operator, key=key, preconditioner=preconditioner, **settings)
 
 
