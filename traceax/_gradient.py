@@ -153,17 +153,17 @@ def _attach_rule(primals, tangents, *, execution) -> Any:
 def attach_derivative(value: Array, surrogate: Callable[[], Array]) -> Array:
     """`value`, with the derivatives of `surrogate()` in what that closes over, besides
     its own. Without a derivative the surrogate is traced, but not run."""
-    return _lend(value, eqx.filter_closure_convert(surrogate))
+    return _with_surrogate(value, eqx.filter_closure_convert(surrogate))
 
 
 @eqx.filter_custom_jvp
-def _lend(value: Array, surrogate: Callable[[], Array]) -> Array:
+def _with_surrogate(value: Array, surrogate: Callable[[], Array]) -> Array:
     return value
 
 
-@_lend.def_jvp
-def _lend_rule(primals, tangents) -> Any:
-    out, tangent = _lend(*primals), tangents[0]
+@_with_surrogate.def_jvp
+def _with_surrogate_rule(primals, tangents) -> Any:
+    out, tangent = _with_surrogate(*primals), tangents[0]
     if any(t is not None for t in jax.tree.leaves(tangents[1])):
         _, along = eqx.filter_jvp(lambda fn: fn(), primals[1:], tangents[1:])
         along = along.astype(out.dtype)
