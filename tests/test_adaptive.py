@@ -144,6 +144,23 @@ def test_stops_at_the_first_round_that_is_good_enough(estimator):
         assert succeeded(solution) or made == MAX // SIZE
 
 
+@AS_FIXED
+def test_tolerance_to_the_last_digit(estimator):
+    """Just below the tolerance it goes on, and just above it ends."""
+    solution = watch(DECAY, estimator, rtol=1e-6).solution
+    counts = np.arange(1, MAX // SIZE + 1) * SIZE // (2 if estimator is XTRACE else 1)
+    _, value, std_err = solution.stats["history"].T
+    widths = np.array([quantile(count) for count in counts]) * std_err / abs(value)
+    enough = counts >= 10
+    last = int(np.argmin(np.where(enough, widths, np.inf)))
+    before = np.min(widths[:last], where=enough[:last], initial=np.inf)
+    assert widths[last] < before
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        solution = watch(DECAY, estimator, rtol=factor * widths[last]).solution
+        assert succeeded(solution) == (factor > 1)
+    assert num_probes(solution, estimator) == SIZE * (last + 1)
+
+
 def test_absolute_tolerance_and_confidence():
     solution = watch(FLAT, HUTCHINSON, atol=2.0).solution
     assert succeeded(solution)
