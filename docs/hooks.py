@@ -9,6 +9,7 @@ checks their links and renders them as any other. An error in a cell ends the bu
 import functools
 import pathlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jupytext
 from mkdocs.exceptions import PluginError
@@ -26,11 +27,15 @@ log = get_plugin_logger("tutorials")
 
 
 def on_files(files, config):
-    for path in sorted(EXAMPLES.glob("*.py")):
-        source = path.read_text()
-        if source.startswith(PERCENT):
-            page, figures = convert(path.stem, source, config.extra["execute_tutorials"])
-            contents = {f"{path.stem}.md": page, **figures}
+    sources = {path.stem: path.read_text() for path in sorted(EXAMPLES.glob("*.py"))}
+    tutorials = [name for name, source in sources.items() if source.startswith(PERCENT)]
+
+    def pages_of(name):
+        page, figures = convert(name, sources[name], config.extra["execute_tutorials"])
+        return {f"{name}.md": page, **figures}
+
+    with ThreadPoolExecutor(max_workers=2) as pool:  # each runs a process
+        for contents in pool.map(pages_of, tutorials):
             for name, content in contents.items():
                 file = File.generated(config, f"tutorials/{name}", content=content)
                 files.append(file)
