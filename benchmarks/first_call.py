@@ -1,17 +1,21 @@
 """What the first call of a process costs: tracing, lowering and compiling.
 
-    python benchmarks/first_call.py [PYTHON OF AN ENVIRONMENT WITH traceax 1.0.2]
+    pip install --no-deps --target .peers traceax==1.0.2
+    python benchmarks/first_call.py
 
 CPU seconds of the first call of each estimator, with and without its gradient, on a dense
-float32 operator (n = 300, 60 products), each in a process of its own; and those of
-traceax 1.0.2, with the ratio, if there is an interpreter that has it.
+float32 operator (n = 300, 60 products), the median of three processes; and those of
+traceax 1.0.2, with the ratio.
 """
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
+RELEASED = Path(__file__).parents[1] / ".peers"
 N, K = 300, 60
 ESTIMATORS = {
     "Hutchinson": "HutchinsonEstimator",
@@ -27,10 +31,8 @@ def first_call(name: str, differentiated: bool) -> None:
     import jax
     import lineax as lx
 
-    start = time.process_time()
     import traceax as tx
 
-    imported = time.process_time() - start
     x = jax.random.normal(jax.random.key(0), (N, N))
     matrix, key = x @ x.T / N, jax.random.key(1)
     released = not hasattr(tx, "trace")
@@ -49,40 +51,42 @@ def first_call(name: str, differentiated: bool) -> None:
     compiled = jax.jit(jax.grad(value) if differentiated else value)
     start = time.process_time()
     jax.block_until_ready(compiled(matrix))
-    print(time.process_time() - start, imported)
+    print(time.process_time() - start)
 
 
-def in_process(python: str, name: str, differentiated: bool) -> float:
-    """The median of three processes."""
-    command = [python, __file__, "--one", name, "gradient" if differentiated else "value"]
+def in_process(folder: Path, name: str, differentiated: bool) -> float:
+    """The median of three processes that import traceax from `folder`."""
+    kind = "gradient" if differentiated else "value"
+    command = [sys.executable, __file__, name, kind]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
     seconds = []
     for _ in range(3):
-        printed = subprocess.run(command, check=True, capture_output=True, text=True)
-        seconds.append(float(printed.stdout.split()[0]))
+        done = subprocess.run(
+            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        seconds.append(float(done.stdout))
     return sorted(seconds)[1]
 
 
-def main(released: str | None) -> None:
+def main() -> None:
     print("| first call, CPU seconds | ours | traceax 1.0.2 | ratio |")
     print("|---|---|---|---|")
     for differentiated in (False, True):
-        base = None
+        hutchinson = None
         for name in [*ESTIMATORS, *OURS]:
-            ours = in_process(sys.executable, name, differentiated)
             label = f"{name}, gradient" if differentiated else name
-            theirs = "-"
-            if released and name not in OURS:
-                seconds = in_process(released, name, differentiated)
-                base, theirs = base or seconds, f"{seconds:.2f}"
+            ours = in_process(RELEASED.parent, name, differentiated)
+            if name in OURS:
+                theirs, ratio = "-", f"{ours / hutchinson:.2f} of its Hutchinson"
             else:
-                seconds = base
-            beside = "" if name not in OURS else " of its Hutchinson"
-            ratio = f"{ours / seconds:.2f}{beside}" if seconds else "-"
+                seconds = in_process(RELEASED, name, differentiated)
+                hutchinson = hutchinson or seconds
+                theirs, ratio = f"{seconds:.2f}", f"{ours / seconds:.2f}"
             print(f"| {label} | {ours:.2f} | {theirs} | {ratio} |", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        first_call(sys.argv[2], sys.argv[3] == "gradient")
+    if sys.argv[1:]:
+        first_call(sys.argv[1], sys.argv[2] == "gradient")
     else:
-        main(sys.argv[1] if len(sys.argv) > 1 else None)
+        main()
