@@ -115,7 +115,6 @@ def _refuse_second_rule(primals, tangents) -> Any:
     return primals[1], tangents[1]
 
 
-@eqx.filter_custom_jvp
 def attach(
     operator: FlatOperator,
     value: Inexact[Array, ""],
@@ -125,13 +124,18 @@ def attach(
 ) -> Inexact[Array, ""]:
     """`value`, with the derivative in the operator's arrays that the frame says. Make
     `value` and `frame` from `operator.frozen`."""
+    return _attach(operator, value, frame, execution=execution)
+
+
+@eqx.filter_custom_jvp
+def _attach(operator, value, frame, *, execution) -> Any:
     return value
 
 
-@attach.def_jvp
+@_attach.def_jvp
 def _attach_rule(primals, tangents, *, execution) -> Any:
     operator, value, frame = primals
-    out = attach(operator, value, frame, execution=execution)
+    out = _attach(operator, value, frame, execution=execution)
     left, right = frame.left(operator), frame.right
 
     def contract(operator):
