@@ -158,7 +158,9 @@ def test_every_way_to_call(name):
         operator = matrix_free(matrix, PSD)
         return tx.trace_of_function(operator, INVERSE, **settings).result
 
-    assert result(jnp.asarray(low_rank(400)).astype(BRAIN)) == LOST
+    # Rounding may also leave Ritz values that are not positive.
+    flagged = result(jnp.asarray(low_rank(400)).astype(BRAIN))
+    assert flagged == LOST or flagged == tx.RESULTS.not_positive_definite
     assert result(jnp.asarray(low_rank(30)).astype(BRAIN)) == tx.RESULTS.successful
 
 
