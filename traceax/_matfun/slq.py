@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive
-from .._checks import check_window
+from .._checks import check_window, plain_integer
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator
 from .._gradient import attach, attach_derivative
@@ -90,7 +90,9 @@ class SLQEstimator(AbstractFunctionEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
-    window: int | None = eqx.field(static=True, default=None)
+    window: int | None = eqx.field(
+        static=True, default=None, converter=plain_integer
+    )
     lower_bound: Scalar | float | None = None
     min_probes: ClassVar[int] = 1
 
