@@ -90,9 +90,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
-    window: int | None = eqx.field(
-        static=True, default=None, converter=plain_integer
-    )
+    window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     lower_bound: Scalar | float | None = None
     min_probes: ClassVar[int] = 1
 
