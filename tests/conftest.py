@@ -26,7 +26,7 @@ jax.config.update("jax_enable_x64", True)
 # arrive: those modules have messages of their own, which are tested.
 _CHECKED = (
     "_estimator",
-    "_exact_trace",
+    "_exact",
     "_execution",
     "_gradient",
     "_kernel",
@@ -37,6 +37,7 @@ _CHECKED = (
     "_matfun.slq",
     "_matfun.structured",
     "_moments",
+    "_quantity",
     "_operator",
     "_sampler",
     "_sharded",

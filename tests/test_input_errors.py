@@ -376,8 +376,9 @@ class Custom(tx.AbstractStreamingEstimator):
         (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 products"),
     ],
 )
-def test_a_sample_is_a_scalar_from_one_product(form, found):
-    parts = ["`Custom.sample` must return a scalar made from one product", found]
+def test_a_sample_is_made_from_one_product(form, found):
+    must = "`Custom.sample` must return a pair of vectors of length n, or a scalar, made"
+    parts = [f"{must} from one product", *found.split(" and ")]
     check(ValueError, parts, lambda: tx.trace(TAGGED, Custom(form), k=4, key=KEY))
 
 

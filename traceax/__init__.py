@@ -25,24 +25,33 @@ from ._devices import (
     devices as devices,
     probe_mesh as probe_mesh,
 )
+from ._diagonal import (
+    diagonal as diagonal,
+    jacobi_preconditioner as jacobi_preconditioner,
+    leaf_traces as leaf_traces,
+)
 from ._dynamic import DynamicState as DynamicState, DynamicTrace as DynamicTrace
 from ._estimator.auto import (
     AutoTraceEstimator as AutoTraceEstimator,
     select_trace_estimator as select_trace_estimator,
 )
+from ._estimator.auto_diagonal import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._estimator.base import (
     AbstractStreamingEstimator as AbstractStreamingEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
+from ._estimator.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
 from ._estimator.exact import ExactTraceEstimator as ExactTraceEstimator
+from ._estimator.growing import AbstractGrowingEstimator as AbstractGrowingEstimator
 from ._estimator.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimator.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
 from ._estimator.nystrompp import NystromPlusPlusEstimator as NystromPlusPlusEstimator
 from ._estimator.sketch import (
-    AbstractGrowingEstimator as AbstractGrowingEstimator,
     AbstractSketchEstimator as AbstractSketchEstimator,
     Sketch as Sketch,
 )
+from ._estimator.xdiag import XDiagEstimator as XDiagEstimator
+from ._estimator.xnysdiag import XNysDiagEstimator as XNysDiagEstimator
 from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local
@@ -77,6 +86,7 @@ from ._matfun.spectral_density import (
     spectral_density as spectral_density,
     SpectralDensity as SpectralDensity,
 )
+from ._norms import frobenius_norm as frobenius_norm, row_norms as row_norms
 from ._operator.curvature import (
     ggn as ggn,
     hessian as hessian,

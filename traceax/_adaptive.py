@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from ._checks import plain_integer
+
+
+def two_norm(tree: PyTree[Array]) -> Real[Array, ""]:
+    """The root of the sum of the squares of all entries."""
+    squares = [jnp.sum(jnp.abs(leaf) ** 2) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares))
 
 
 class Adaptive(eqx.Module):
@@ -63,6 +70,10 @@ class Adaptive(eqx.Module):
         pass the same one again, since another one is compiled anew.
     - `state`: `solution.state` of an earlier call with the same operator, estimator, key
         and `round_size`, and a `max_k` that is not larger: goes on where that ended.
+    - `norm`: where the value has several entries, a norm of PyTrees, in which value and
+        standard error are compared with the tolerances, and in which `history` and
+        `callback` have them. By default the two-norm; those of `optimistix` fit. Static,
+        like `callback`.
     - `offset`: a part of the value that is known exactly, beside the one that is
         estimated, and counts for `rtol`. `traceax.logdet` sets it for a preconditioner.
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
@@ -79,6 +90,7 @@ class Adaptive(eqx.Module):
     progress: eqxi.AbstractProgressMeter
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
     state: PyTree[Array]
+    norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
     offset: Real[Array, ""]
     exact_cost: int | None = eqx.field(static=True)
 
@@ -95,6 +107,7 @@ class Adaptive(eqx.Module):
         progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
         callback: Callable[[Any, Any, Any], None] | None = None,
         state: PyTree[Array] = None,
+        norm: Callable[[PyTree], Scalar] = two_norm,
         offset: Scalar | float = 0.0,
         exact_cost: int | None = None,
     ):
@@ -104,7 +117,8 @@ class Adaptive(eqx.Module):
 
         `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
         and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
-        small.
+        small. `TypeError` for a `norm` that is not a function of a PyTree to a real
+        scalar.
         """
         for name, value in (("rtol", rtol), ("atol", atol)):
             if isinstance(value, int | float) and not value >= 0:
@@ -128,6 +142,7 @@ class Adaptive(eqx.Module):
             raise ValueError(
                 f"`confidence` must be between 0 and 1. Found {confidence!r}."
             )
+        _check_norm(norm)
         self.rtol = _real(rtol)
         self.atol = _real(atol)
         self.max_k = int(max_k)
@@ -138,6 +153,7 @@ class Adaptive(eqx.Module):
         self.progress = progress
         self.callback = callback
         self.state = state
+        self.norm = norm
         self.offset = _real(offset)
         self.exact_cost = exact_cost
 
@@ -161,6 +177,12 @@ class Adaptive(eqx.Module):
         if spare < self.round_size:
             return dataclasses.replace(self, max_k=min(self.max_k, n))
         return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
+
+    def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
+        """What tolerances are compared with: a scalar itself, the norm of others."""
+        if eqx.is_array(tree) and tree.ndim == 0:
+            return tree
+        return self.norm(tree)
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
         """The largest error that is asked for, in the units of the value."""
@@ -203,11 +225,35 @@ class Adaptive(eqx.Module):
         return enough & (self.excess(value, std_err, count) <= 1)
 
 
+def _check_norm(norm: Any) -> None:
+    if callable(norm):
+        try:
+            found = eqx.filter_eval_shape(norm, (jnp.ones(2), jnp.ones(3)))
+        except Exception as error:
+            raise TypeError(
+                f"`norm` must take a PyTree of arrays. Found {norm!r}, which raised "
+                f"{type(error).__name__} for a pair of vectors: {error}"
+            ) from error
+        is_array = isinstance(found, jax.ShapeDtypeStruct)
+        if is_array and found.shape == () and jnp.issubdtype(found.dtype, jnp.floating):
+            return
+        norm = f"a function that returns {found}"
+    raise TypeError(
+        "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
+        f"{norm}. Pass, for example, `optimistix.max_norm`."
+    )
+
+
 def _real(x: Scalar | float) -> Real[Array, ""]:
     """As an array; numbers are sent to the device explicitly, as some users ask for."""
     if isinstance(x, jax.Array):
         return jnp.asarray(x, float)
     return jax.device_put(np.asarray(x, jax.dtypes.canonicalize_dtype(float)))
+
+
+def one_round(k: int) -> Adaptive:
+    """A fixed budget, as one round."""
+    return Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2))
 
 
 def largest_budget(k: int | Adaptive) -> int:

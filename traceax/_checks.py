@@ -54,15 +54,24 @@ def check_operator(operator: Any) -> None:
     )
 
 
-def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
-    """Raise unless the tags say so; lineax has no tag for complex Hermitian operators."""
-    is_complex = jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the tags say so; lineax has no tag for complex Hermitian operators."""
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
-        return
+        return True
     if hermitian_tag in getattr(operator, "tags", ()):
+        return True
+    return not _is_complex(operator) and lx.is_symmetric(operator)
+
+
+def _is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    return jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
+
+
+def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
+    """Raise unless the operator is Hermitian, and says so."""
+    if is_hermitian(operator):
         return
-    if not is_complex and lx.is_symmetric(operator):
-        return
+    is_complex = _is_complex(operator)
     tag = "traceax.hermitian_tag" if is_complex else "lineax.symmetric_tag"
     raise ValueError(
         "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "

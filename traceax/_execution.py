@@ -15,15 +15,15 @@ from ._kernel.dense import factorising
 
 @contextlib.contextmanager
 def full_precision(
-    matmat: Callable[[Array], Array],
-) -> Iterator[Callable[[Array], Array]]:
+    matmat: Callable[..., Array],
+) -> Iterator[Callable[..., Array]]:
     """Our own products must not fall to the low-precision default of an accelerator;
     those with the operator, `matmat`, stay as the user has them."""
     asked = jax.config.jax_default_matmul_precision  # pyright: ignore
 
-    def as_asked(x):
+    def as_asked(*args, **kwargs):
         with jax.default_matmul_precision(asked):
-            return matmat(x)
+            return matmat(*args, **kwargs)
 
     with jax.default_matmul_precision("highest"):
         yield as_asked
@@ -107,9 +107,21 @@ class AbstractExecution(eqx.Module):
         """The first of the two results of `map_reduce`."""
         return self.map_reduce(fn, lambda *_: (), operator, xs, width)[0]
 
-    def matmat(self, operator: FlatOperator, x: Array) -> Array:
-        """The operator applied to the columns of `x`, shape `(n, m)`."""
-        return self.map(FlatOperator.mv, operator, x.T).T
+    def matmat(self, operator: FlatOperator, x: Array, *, adjoint: bool = False) -> Array:
+        """The operator, or its adjoint, applied to the columns of `x`, shape `(n, m)`."""
+        mv = FlatOperator.adjoint_mv if adjoint else FlatOperator.mv
+        return self.map(mv, operator, x.T).T
+
+    def chunk(self, n: int, width: int = 1) -> int:
+        """How many inputs `map_reduce` takes at a time, on all devices together: what
+        is to be held for one chunk only is handed to it in such portions.
+
+        **Arguments:**
+
+        - `n`: the size of the operator.
+        - `width`: as for `map_reduce`.
+        """
+        return max(1, min(128, 2**21 // n, 2**26 // (n * width)))
 
     @abc.abstractmethod
     def factorising(self) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +185,7 @@ class Local(AbstractExecution):
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
         n = operator.size
-        block = self.block_size or max(1, min(128, 2**21 // n, 2**26 // (n * width)))
+        block = self.chunk(n, width)
         if block >= count:
             outs = jax.vmap(lambda x: fn(operator, x))(xs)
         else:
@@ -181,6 +193,9 @@ class Local(AbstractExecution):
             outs = jax.lax.map(lambda x: fn(operator, x), xs, batch_size=batch_size)
         part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
         return outs, jax.tree.map(lambda x: x[None], part)
+
+    def chunk(self, n: int, width: int = 1) -> int:
+        return self.block_size or super().chunk(n, width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(on_host=self.host_factorisations, by_rows=False)

@@ -6,8 +6,10 @@ differentiated. Beside its value an estimator gives a *frame*: arrays `L, R` of 
 
     E[ sum(conj(L) * (dA R)) ] = d value    for every direction dA,
 
-and the one rule below takes that sum as the derivative. How `L` depends on the operator
-decides about second derivatives, so it is not an array but a function of the operator:
+and the one rule below takes that sum as the derivative: for the trace that of all
+entries, for another linear quantity what that reads of the pairs of columns. How `L`
+depends on the operator decides about second derivatives, so it is not an array but a
+function of the operator:
 
 - `Frame`: constant to all orders. For a trace, where `E[R L*] = I`, the second derivative
   `sum(conj(L) * (d2A R))` is unbiased too.
@@ -28,6 +30,7 @@ from jaxtyping import Array, Inexact
 
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
+from ._quantity import AbstractQuantity, Trace
 
 
 class AbstractFrame(eqx.Module):
@@ -117,30 +120,31 @@ def _refuse_second_rule(primals, tangents) -> Any:
 
 def attach(
     operator: FlatOperator,
-    value: Inexact[Array, ""],
+    value: Inexact[Array, "*q"],
     frame: AbstractFrame,
     *,
     execution: AbstractExecution,
-) -> Inexact[Array, ""]:
-    """`value`, with the derivative in the operator's arrays that the frame says. Make
-    `value` and `frame` from `operator.frozen`."""
-    return _attach(operator, value, frame, execution=execution)
+    quantity: AbstractQuantity = Trace(),
+) -> Inexact[Array, "*q"]:
+    """`value` of a linear quantity, with the derivative in the operator's arrays that the
+    frame says. Make `value` and `frame` from `operator.frozen`."""
+    return _attach(operator, value, frame, execution=execution, quantity=quantity)
 
 
 @eqx.filter_custom_jvp
-def _attach(operator, value, frame, *, execution) -> Any:
+def _attach(operator, value, frame, *, execution, quantity) -> Any:
     return value
 
 
 @_attach.def_jvp
-def _attach_rule(primals, tangents, *, execution) -> Any:
+def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
     operator, value, frame = primals
-    out = _attach(operator, value, frame, execution=execution)
+    out = _attach(operator, value, frame, execution=execution, quantity=quantity)
     left, right = frame.left(operator), frame.right
 
     def contract(operator):
-        terms = execution.map(form, operator, (left.T, right.T))
-        total = jnp.sum(terms)
+        terms = execution.map(read_by(quantity), operator, (left.T, right.T))
+        total = jnp.sum(terms, axis=0)
         return total if jnp.iscomplexobj(value) else total.real
 
     tangent = tangents[1]
@@ -175,7 +179,14 @@ def _with_surrogate_rule(primals, tangents) -> Any:
     return out, tangent
 
 
-@eqx.filter_checkpoint
-def form(operator: FlatOperator, columns: tuple[Array, Array]) -> Array:
-    left, right = columns
-    return jnp.vdot(left, operator.mv(right), precision="highest")
+def read_by(
+    quantity: AbstractQuantity,
+) -> Callable[[FlatOperator, tuple[Array, Array]], Array]:
+    """What the quantity reads of columns of a frame."""
+
+    @eqx.filter_checkpoint
+    def read(operator, columns):
+        left, right = columns
+        return quantity.read(left, operator.mv(right))
+
+    return read

@@ -11,12 +11,13 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 from ._adaptive import Adaptive
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
+from ._moments import Moments
 from ._solution import failure, RESULTS
 
 
 class Assessment(eqx.Module):
-    """What decides whether another round is made: the estimate, its standard error, and
-    the number of samples that they are from."""
+    """What decides whether another round is made: the estimate, its standard error, both
+    in the norm of the budget, and the number of samples that they are from."""
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
@@ -170,7 +171,7 @@ def sum_over_rounds(
     rounds: Int[Array, ""] | int,
     execution: AbstractExecution,
     width: int = 1,
-) -> Inexact[Array, ""]:
+) -> Inexact[Array, "*q"]:
     """The sum of `fn(operator, x)` over the x of rounds that were made. Unlike the loop
     that made them, it has a derivative, which costs no product beyond those rounds."""
     num_rounds = jax.tree.leaves(xs)[0].shape[0]
@@ -182,7 +183,7 @@ def sum_over_rounds(
         index, x = each
 
         def add(state):
-            return state + jnp.sum(execution.map(fn, operator, x, width))
+            return state + jnp.sum(execution.map(fn, operator, x, width), axis=0)
 
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 
@@ -190,20 +191,68 @@ def sum_over_rounds(
     return jax.lax.scan(one, start, (jnp.arange(num_rounds), xs))[0]
 
 
+def fold(
+    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
+    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
+    merge: Callable[[tuple], tuple],
+    operator: FlatOperator,
+    k: int,
+    execution: AbstractExecution,
+    width: int = 1,
+) -> tuple[Inexact[Array, "*q"], tuple]:
+    """The sum of the first results of `fn(operator, i)` for i below k, and one summary of
+    all, as for `stream`. Holds what the execution takes at a time."""
+
+    def add(carry, indices):
+        total, summary = carry
+        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
+        total = total + jnp.sum(outs[0], axis=0)
+        return (total, merge(_stacked(summary, parts))), None
+
+    size = min(k, execution.chunk(operator.size, width))
+    full = k - k % size
+
+    def once(indices):
+        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
+        return jnp.sum(outs[0], axis=0), merge(parts)
+
+    if full == size:
+        carry = once(jnp.arange(size))
+    else:
+        chunks = jnp.arange(full).reshape(-1, size)
+        carry, _ = jax.lax.scan(add, _zeros(jax.eval_shape(once, chunks[0])), chunks)
+    if full < k:
+        carry, _ = add(carry, jnp.arange(full, k))
+    return carry
+
+
+def _stacked(one: PyTree[Array], more: PyTree[Array]) -> PyTree[Array]:
+    return jax.tree.map(lambda x, xs: jnp.append(x[None], xs, axis=0), one, more)
+
+
+def _zeros(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def assess_scalar(moments: Moments, size: Callable[[Array], Array]) -> Assessment:
+    """That of a mean of scalars, whose `size` is that of the budget."""
+    return Assessment(moments.mean, moments.std_err(), moments.count)
+
+
 class Streamed(eqx.Module):
     """What `stream` has made of independent samples.
 
-    - `samples`: the samples, infinite where none were made.
-    - `others`: what came with each of them.
+    - `samples`: the samples, infinite where none were made, if they are kept.
+    - `others`: what came with each of them, likewise.
     - `summary`: what all of them reduce to, their `Moments` first.
     - `mean`: a function whose result has the derivatives of the mean.
     - `count`: the number of samples.
     """
 
-    samples: Inexact[Array, " m"]
+    samples: Inexact[Array, " m"] | None
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
-    mean: Callable[[], Inexact[Array, ""]]
+    mean: Callable[[], Inexact[Array, "*q"]]
     count: Int[Array, ""] | int
     loop: LoopResult
 
@@ -216,14 +265,22 @@ def stream(
     k: int | Adaptive,
     execution: AbstractExecution,
     width: int = 1,
+    *,
+    keep: bool = True,
+    assess: Callable[[Moments, Callable], Assessment] = assess_scalar,
 ) -> Streamed:
     """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
     and what comes with it.
 
     `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
     `merge` makes one summary of several that are stacked. A summary of no samples is all
-    zeros.
+    zeros. Samples, and what comes with them, are kept, or else no more of them at a time
+    than the execution takes. `assess` says how accurate an adaptive budget is so far, in
+    the size that the budget gives to values.
     """
+    if not isinstance(k, Adaptive) and not keep:
+        total, summary = fold(fn, reduce, merge, operator, k, execution, width)
+        return Streamed(None, (), summary, lambda: total / k, k, LoopResult())
     if not isinstance(k, Adaptive):
         outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
         samples, others = outs
@@ -246,25 +303,18 @@ def stream(
                 all, new, rounds * size, axis=0
             ),
             kept,
-            outs,
+            outs if keep else (None, ()),
         )
-        parts = jax.tree.map(
-            lambda one, more: jnp.append(one[None], more, axis=0), summary, parts
-        )
-        return kept, merge(parts)
-
-    def assess(buffers, rounds):
-        moments = buffers[1][0]
-        return Assessment(moments.mean, moments.std_err(), moments.count)
+        return kept, merge(_stacked(summary, parts))
 
     outs, parts = jax.eval_shape(one_round, jnp.zeros((), jnp.int32))
     kept = jax.tree.map(
-        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype), outs
+        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype),
+        outs if keep else (None, ()),
     )
-    none = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(merge, parts)
-    )
-    loop = iterate(k, step, assess, (kept, none), independent=True)
+    none = _zeros(jax.eval_shape(merge, parts))
+    seen = lambda buffers, _: assess(buffers[1][0], k.size)  # noqa: E731
+    loop = iterate(k, step, seen, (kept, none), independent=True)
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 

@@ -84,6 +84,8 @@ class _LogDet(AbstractFunctionTask):
             weight = 1 / jnp.sqrt(share)
             probes = jnp.where(jnp.arange(count) < used, weight * probes, 0)
         value = outer.control(flat, estimate.value, probes, execution)
+        samples = estimate.samples
+        assert samples is not None
         shifted = {
             name: estimate.extra[name] + outer.logdet
             for name in ("bracket", "sample_brackets")
@@ -91,7 +93,7 @@ class _LogDet(AbstractFunctionTask):
         estimate = dataclasses.replace(
             estimate,
             value=value + outer.logdet,
-            samples=estimate.samples + outer.logdet,
+            samples=samples + outer.logdet,
             num_matvecs=estimate.num_matvecs + outer.num_matvecs,
         )
         return _with_stats(estimate, sign=sign, **shifted)

@@ -7,29 +7,31 @@ from jaxtyping import Array, Bool, Inexact, Real
 class Moments(eqx.Module):
     """Count, mean, spread and skewness of exchangeable samples, in a form that merges.
 
-    Complex samples are pairs of real ones, along the axis `c`. Sums are in units of the
+    Samples may be arrays, of shape `q`: all but the count is for each of their entries.
+    Complex samples are pairs of real ones, along the last axis. Sums are in units of the
     largest deviation, so that nothing overflows or underflows before the samples do.
     """
 
     count: Real[Array, "*parts"]
-    center: Real[Array, "*parts c"]
-    unit: Real[Array, "*parts"]
-    squares: Real[Array, "*parts c"]
-    cubes: Real[Array, "*parts c"]
+    center: Real[Array, "*parts_q c"]
+    unit: Real[Array, "*parts_q"]
+    squares: Real[Array, "*parts_q c"]
+    cubes: Real[Array, "*parts_q c"]
 
     @classmethod
     def of(
-        cls, samples: Inexact[Array, " m"], valid: Bool[Array, " m"] | None = None
+        cls, samples: Inexact[Array, "m ..."], valid: Bool[Array, " m"] | None = None
     ) -> "Moments":
         """Of the samples that are `valid`; the others may be anything."""
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
-        center = jnp.stack(parts, axis=1)
+        center = jnp.stack(parts, axis=-1)
         if valid is not None:
-            center = jnp.where(valid[:, None], center, 0)
-        unit = jnp.zeros_like(center[:, 0])
-        count = jnp.ones_like(unit) if valid is None else valid.astype(unit.dtype)
+            center = jnp.where(_beside(valid, center), center, 0)
+        unit = jnp.zeros_like(center[..., 0])
+        count = jnp.ones(len(samples), unit.dtype)
+        count = count if valid is None else valid.astype(unit.dtype)
         zeros = jnp.zeros_like(center)
         return cls.merge(cls(count, center, unit, zeros, zeros))
 
@@ -37,41 +39,43 @@ class Moments(eqx.Module):
     def merge(cls, parts: "Moments") -> "Moments":
         """Of all samples together, for moments stacked along a first axis. Chan, Golub
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
-        count = parts.count[:, None]
-        total = jnp.sum(count)
+        count = _beside(parts.count, parts.center)
+        total = jnp.sum(parts.count)
         pivot = parts.center[jnp.argmax(parts.count > 0)]
         weight = count / jnp.maximum(total, 1)
         center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
         shift = jnp.where(count > 0, parts.center - center, 0)
-        unit = jnp.maximum(jnp.max(jnp.abs(shift)), jnp.max(parts.unit))
+        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=(0, -1)), jnp.max(parts.unit, 0))
         safe = jnp.where(unit > 0, unit, 1)
-        ratio, shift = parts.unit[:, None] / safe, shift / safe
+        ratio, shift = (parts.unit / safe)[..., None], shift / safe[..., None]
         squares, cubes = parts.squares * ratio**2, parts.cubes * ratio**3
         cubes = cubes + 3 * shift * squares + count * shift**3
         squares = squares + count * shift**2
         return cls(total, center, unit, jnp.sum(squares, axis=0), jnp.sum(cubes, axis=0))
 
     @property
-    def mean(self) -> Inexact[Array, ""]:
-        if self.center.shape == (1,):
-            return self.center[0]
-        return jax.lax.complex(self.center[0], self.center[1])
+    def mean(self) -> Inexact[Array, "*q"]:
+        if self.center.shape[-1] == 1:
+            return self.center[..., 0]
+        return jax.lax.complex(self.center[..., 0], self.center[..., 1])
 
     @property
-    def skewness(self) -> Real[Array, ""]:
-        square = jnp.sum(self.squares)
-        cube = jnp.linalg.norm(self.cubes)
+    def skewness(self) -> Real[Array, "*q"]:
+        square = jnp.sum(self.squares, axis=-1)
+        cube = jnp.linalg.norm(self.cubes, axis=-1)
         return jnp.sqrt(self.count) * cube / jnp.where(square > 0, square, 1) ** 1.5
 
     @property
-    def independent_std_err(self) -> Real[Array, ""]:
+    def independent_std_err(self) -> Real[Array, "*q"]:
         """The textbook standard error of the mean of independent samples, `s / sqrt(m)`
         with `ddof=1`; infinite for a single sample."""
-        spread = self.unit * jnp.sqrt(jnp.sum(self.squares))
+        spread = self.unit * jnp.sqrt(jnp.sum(self.squares, axis=-1))
         freedom = jnp.where(self.count > 1, self.count * (self.count - 1), 1)
         return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
 
-    def std_err(self, covariance: Real[Array, ""] | float = 0.0) -> Real[Array, ""]:
+    def std_err(
+        self, covariance: Real[Array, "*q"] | float = 0.0, *, skewed: bool = True
+    ) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
 
         `covariance` is that of two samples; with it the variance of the mean is
@@ -84,9 +88,17 @@ class Moments(eqx.Module):
         2.6). The sample skewness is itself too small in small samples, and below
         `sqrt(m)` whatever the samples, so `c` is rounded up, and `(4 / m)^2` is added for
         what few samples cannot show. A term for `E[s] < sigma` is added too. The factor
-        tends to 1 as m grows.
+        tends to 1 as m grows. Samples that are not `skewed`, as those of an entry of the
+        diagonal, need none of it.
         """
         correlated = jnp.sqrt(jnp.maximum(covariance, 0))
+        if not skewed:
+            return jnp.hypot(self.independent_std_err, correlated)
         unseen = (4 / self.count) ** 2
         inflation = 1 + 2 * (1 + self.skewness**2 + unseen) / self.count
         return inflation * jnp.hypot(self.independent_std_err, correlated)
+
+
+def _beside(x: Array, entries: Array) -> Array:
+    """A number for each sample, to be combined with the entries of the samples."""
+    return x.reshape(x.shape + (1,) * (entries.ndim - x.ndim))

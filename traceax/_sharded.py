@@ -203,6 +203,9 @@ class Sharded(AbstractExecution):
     ) -> PyTree[Shaped[Array, "m ..."]]:
         return self._gather(super().map(fn, operator, xs, width))
 
+    def chunk(self, n: int, width: int = 1) -> int:
+        return self.mesh.shape[self.axis] * Local(self.block_size).chunk(n, width)
+
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         by_rows = self.rows is not None
         return factorising(on_host=self.host_factorisations, by_rows=by_rows)

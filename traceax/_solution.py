@@ -170,29 +170,32 @@ class Estimate(eqx.Module):
 
     - `value`: the estimate. The only field that carries derivatives.
     - `std_err`: its standard error.
-    - `samples`: the per-sample estimates, of which `value` is the mean.
+    - `samples`: the per-sample estimates, of which `value` is the mean, if that is a
+        scalar.
     - `num_matvecs`: products with the operator.
     - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
     - `magnitude`: what they are relative to, if it is larger than `value`.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
+    - `num_samples`: how many samples the estimate is the mean of.
     """
 
-    value: Inexact[Array, ""]
-    std_err: Real[Array, ""]
-    samples: Inexact[Array, " m"]
+    value: Inexact[Array, "*q"]
+    std_err: Real[Array, "*q"]
+    samples: Inexact[Array, " m"] | None
     num_matvecs: Int[Array, ""] | int
     rounding: float = eqx.field(static=True)
-    magnitude: Real[Array, ""] | float = 0.0
+    magnitude: Real[Array, "*q"] | Real[Array, ""] | float = 0.0
     result: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
+    num_samples: Real[Array, ""] | int = 1
 
 
 class Solution(eqx.Module):
-    """The answer of [`traceax.trace`][], [`traceax.logdet`][] and
-    [`traceax.trace_of_function`][].
+    """The answer of [`traceax.trace`][], [`traceax.diagonal`][], [`traceax.logdet`][] and
+    the others.
 
     !!! Example
 
@@ -210,13 +213,15 @@ class Solution(eqx.Module):
 
     **Attributes:**
 
-    - `value`: the estimate, a scalar of the operator's dtype (float32 for operators in
-        bfloat16 or float16), and real for the latter two.
-    - `std_err`: the standard error of `value`, a real scalar in the same units. `inf`
-        where one sample leaves it unknown; 0 where the value is exact.
+    - `value`: the estimate, a scalar or, for a quantity with entries, a PyTree, of the
+        operator's dtype (float32 for operators in bfloat16 or float16); real for norms,
+        log-determinants and traces of functions.
+    - `std_err`: the standard error of `value`, real, of its structure and in its units.
+        `inf` where one sample leaves it unknown; 0 where the value is exact.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
     - `stats`: a dictionary. `"num_matvecs"`: products with the operator; `"samples"`:
-        the per-sample estimates, shape `(m,)`, whose mean is `value`; `"std.err"`: the
+        the per-sample estimates, shape `(m,)`, whose mean is `value`, or where that is
+        not a scalar `"num_samples"`, their number m; `"std.err"`: the
         standard error again, under the name that traceax 1.0 gave it. Estimators may
         add entries of their own and document them.
     - `state`: with an adaptive budget, what a further call goes on from; `None` for a
@@ -225,8 +230,8 @@ class Solution(eqx.Module):
     Only `value` carries derivatives; those of the other fields are zero.
     """
 
-    value: Inexact[Array, ""]
-    std_err: Real[Array, ""]
+    value: PyTree[Inexact[Array, "..."]]
+    std_err: PyTree[Real[Array, "..."]]
     result: RESULTS
     stats: dict[str, Any]
     state: PyTree[Any]
@@ -236,10 +241,10 @@ class Solution(eqx.Module):
     def details(self) -> str:
         """What the numbers of a failed call say, beside the message of its result."""
         if self.result == RESULTS.max_matvecs_reached:
-            return (
-                f"Reached {self.value} with a standard error of {self.std_err} after "
-                f"{self.stats['num_matvecs']} products."
-            )
+            reached = ""
+            if eqx.is_array(self.value) and self.value.ndim == 0:
+                reached = f"{self.value} with a standard error of {self.std_err} after "
+            return f"Reached {reached}{self.stats['num_matvecs']} products."
         if "ritz_values" in self.stats:
             smallest, largest = self.stats["ritz_values"]
             return f"Found Ritz values from {smallest} to {largest}."

@@ -1,5 +1,6 @@
 """The one path from a public call to its answer."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -18,6 +19,7 @@ from ._adaptive import Adaptive, largest_budget
 from ._checks import check_flag, check_instance, check_key, check_operator, check_positive
 from ._execution import AbstractExecution
 from ._flat import standard_promotion
+from ._quantity import AbstractQuantity
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 
 
@@ -65,45 +67,58 @@ def _raise_if(
         if execution.can_raise:
             values = answer.result.error_if(values, failed)
         else:
-            values = [jnp.where(failed, jnp.nan, x) for x in values]
+            values = jax.tree.map(lambda x: jnp.where(failed, jnp.nan, x), values)
     elif jax.device_get(failed):
         details = answer.details if isinstance(answer, Solution) else ""
         message = f"{RESULTS[answer.result]}\n\n{details}".strip()
         # On one device: an error on one of several would leave the others waiting for it.
         # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
         zero = eqx.error_if(jnp.zeros(()), jnp.ones((), bool), message)
-        values = [x + zero.astype(x.dtype) for x in values]
+        values = jax.tree.map(lambda x: x + zero.astype(x.dtype), values)
     else:
         return answer
     return eqx.tree_at(fields, answer, values)
 
 
-class _Runnable(Protocol):
-    """An estimator, with the settings of one call."""
+class AbstractTask(eqx.Module):
+    """An estimator, what it is to estimate, and the settings of one call."""
 
-    fallback: ClassVar[str]
-
-    @property
-    def min_matvecs(self) -> int: ...
+    quantity: eqx.AbstractVar[AbstractQuantity]
 
     @property
-    def name(self) -> str: ...
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name of the estimator's class."""
 
+    @property
+    @abc.abstractmethod
+    def min_matvecs(self) -> int:
+        """The smallest budget that it works with."""
+
+    @property
+    @abc.abstractmethod
+    def fallback(self) -> str:
+        """The name of an estimator that works with any budget."""
+
+    @abc.abstractmethod
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
-    ) -> Estimate: ...
+    ) -> Estimate:
+        """The exact answer, from at most n products."""
 
+    @abc.abstractmethod
     def run(
         self,
         operator: lx.AbstractLinearOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
-    ) -> Estimate: ...
+    ) -> Estimate:
+        """The estimate, from a budget that is below n or adaptive."""
 
 
 def solve(
-    estimator: _Runnable,
+    estimator: AbstractTask,
     operator: lx.AbstractLinearOperator,
     *,
     k: int | Adaptive,
@@ -141,11 +156,11 @@ class RunState(eqx.Module):
     settings: str = eqx.field(static=True)
 
 
-def _settings(estimator: _Runnable) -> str:
+def _settings(estimator: AbstractTask) -> str:
     return wl.pformat(estimator, hide_defaults=False, short_arrays=True)
 
 
-def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> None:
+def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) -> None:
     """A key that is traced cannot be compared."""
     if not isinstance(state, RunState):
         raise TypeError(
@@ -171,41 +186,45 @@ def _check_state(state: Any, estimator: _Runnable, key: PRNGKeyArray | None) -> 
 
 
 def _solve(estimator, operator, k, key, execution) -> Solution:
-    size = operator.in_size()
+    size, quantity = operator.in_size(), estimator.quantity
     if (k.round_size if isinstance(k, Adaptive) else k) >= size:
-        return _package(estimator.exact(operator, execution))
+        return _package(estimator.exact(operator, execution), quantity)
     if not isinstance(k, Adaptive):
-        return _package(estimator.run(operator, k, key, execution))
+        return _package(estimator.run(operator, k, key, execution), quantity)
     k = k.within(size)
     estimate = estimator.run(operator, k, key, execution)
     data = None if key is None else jr.key_data(key)
     state = RunState(estimate.state, data, _settings(estimator))
-    solution = _package(dataclasses.replace(estimate, state=state))
+    solution = _package(dataclasses.replace(estimate, state=state), quantity)
     if k.exact_cost is None:
         return solution
 
     def take_exact():
-        return _replaced(solution, _package(estimator.exact(operator, execution)))
+        exact = _package(estimator.exact(operator, execution), quantity)
+        return _replaced(solution, exact)
 
     ended = solution.result == RESULTS.max_matvecs_reached
     return jax.lax.cond(ended, take_exact, lambda: solution)
 
 
-def _package(estimate: Estimate) -> Solution:
-    """With the rounding floor in the error bar, and derivatives of the value alone."""
+def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
+    """With the rounding floor in the error bar, derivatives of the value alone, and in
+    the form that users see."""
     value = estimate.value
     others = jax.lax.stop_gradient((estimate.std_err, estimate.samples, estimate.extra))
     std_err, samples, extra = others
     if estimate.rounding > 0:
         size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
         std_err = jnp.hypot(std_err, estimate.rounding * size)
-    finite = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
+    finite = failure(~jnp.isfinite(value).all(), RESULTS.nonfinite_product)
     result = first_failure(estimate.result, finite)
-    stats = {
-        "num_matvecs": estimate.num_matvecs,
-        "samples": samples,
-        "std.err": std_err,
-    }
+    value, std_err = quantity.present(value, std_err)
+    std_err = jax.lax.stop_gradient(std_err)
+    stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
+    if samples is None:
+        stats["num_samples"] = estimate.num_samples
+    else:
+        stats["samples"] = samples
     return Solution(value, std_err, result, stats | extra, estimate.state)
 
 
@@ -213,7 +232,11 @@ def _replaced(solution: Solution, exact: Solution) -> Solution:
     """`exact`, in the form of an adaptive solution that did not get there, and with what
     it spent."""
     products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
-    samples = jnp.full_like(solution.stats["samples"], exact.value)
     stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
-    stats |= {"num_matvecs": products, "samples": samples}
+    stats["num_matvecs"] = products
+    if "samples" in stats:
+        (sample,) = exact.stats["samples"]
+        stats["samples"] = jnp.full_like(solution.stats["samples"], sample)
+    else:
+        stats["num_samples"] = solution.stats["num_samples"]
     return dataclasses.replace(exact, stats=stats, state=solution.state)

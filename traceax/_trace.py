@@ -4,12 +4,13 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, operator_first
+from ._checks import operator_first
 from ._estimator.auto import AutoTraceEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
+from ._measure import measure
+from ._quantity import Trace
 from ._solution import Solution
-from ._solve import solve
 
 
 @operator_first
@@ -78,5 +79,5 @@ def trace(
     - An `equinox` run-time error with `throw=True`: a product was not finite, or a
         semidefinite tag is wrong.
     """
-    check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    return solve(estimator, operator, k=k, key=key, execution=execution, throw=throw)
+    quantity = lambda _: Trace()  # noqa: E731
+    return measure(quantity, operator, estimator, k, key, execution, throw)

@@ -4,7 +4,7 @@ A class of your own needs some of the parts that ours are made of. These are the
 may change between minor releases.
 """
 
-from ._estimator.sketch import by_round as by_round
+from ._estimator.growing import by_round as by_round
 from ._execution import full_precision as full_precision
 from ._flat import FlatOperator as FlatOperator, flatten as flatten
 from ._gradient import (

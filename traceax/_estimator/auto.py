@@ -7,6 +7,7 @@ from .._adaptive import Adaptive
 from .._checks import check_operator, check_positive
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
+from .._quantity import AbstractQuantity, Trace
 from .._solution import Estimate
 from .base import AbstractTraceEstimator
 from .exact import ExactTraceEstimator
@@ -90,9 +91,19 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        return self.measure(Trace(), operator, k, key, execution)
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         budget = k.round_size if isinstance(k, Adaptive) else k
         chosen = select_trace_estimator(operator, budget)
-        return chosen.run(operator, k, key, execution)
+        return chosen.measure(quantity, operator, k, key, execution)
 
 
 AutoTraceEstimator.__init__.__doc__ = "**Arguments:** none."

@@ -3,24 +3,27 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._adaptive import Adaptive
-from .._exact_trace import exact_trace
+from .._exact import exact
 from .._execution import AbstractExecution, Local
-from .._flat import flatten
+from .._flat import FlatOperator, flatten
 from .._gradient import attach_derivative
-from .._iterate import stream
+from .._iterate import Assessment, stream
 from .._moments import Moments
+from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate
-from .._solve import solve
+from .._solve import AbstractTask, solve
 
 
 class AbstractTraceEstimator(eqx.Module):
-    """An estimator of the trace. Hand one to [`traceax.trace`][].
+    """An estimator of the trace, and maybe of other quantities. Hand one to
+    [`traceax.trace`][] or [`traceax.diagonal`][].
 
     To write one, subclass [`traceax.AbstractStreamingEstimator`][] (independent samples)
     or [`traceax.AbstractSketchEstimator`][] (a block of probes taken together).
@@ -60,12 +63,6 @@ class AbstractTraceEstimator(eqx.Module):
     def name(self) -> str:
         return type(self).__name__
 
-    def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
-    ) -> Estimate:
-        """The trace itself, from at most n products."""
-        return exact_trace(operator, execution)
-
     @abc.abstractmethod
     def run(
         self,
@@ -89,6 +86,19 @@ class AbstractTraceEstimator(eqx.Module):
         of. From at most `k` products.
         """
 
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        """`run`, for any quantity; with `run` alone an estimator knows the trace."""
+        if isinstance(quantity, Trace):
+            return self.run(operator, k, key, execution)
+        raise refusal(self, quantity)
+
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
@@ -97,7 +107,8 @@ class AbstractTraceEstimator(eqx.Module):
         Arguments, errors and numbers are those of [`traceax.trace`][], whose `value` and
         `stats` it returns.
         """
-        solution = solve(self, operator, k=k, key=key, execution=Local(), throw=True)
+        task = Measurement(estimator=self, quantity=Trace())
+        solution = solve(task, operator, k=k, key=key, execution=Local(), throw=True)
         return solution.value, solution.stats
 
     def __call__(
@@ -105,6 +116,48 @@ class AbstractTraceEstimator(eqx.Module):
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
         """An alias of `estimate`."""
         return self.estimate(key, operator, k)
+
+
+class Measurement(AbstractTask):
+    """An estimator, and what it is to estimate."""
+
+    estimator: AbstractTraceEstimator
+    quantity: AbstractQuantity
+
+    @property
+    def min_matvecs(self) -> int:
+        return self.estimator.min_matvecs
+
+    @property
+    def fallback(self) -> str:
+        return self.estimator.fallback
+
+    @property
+    def name(self) -> str:
+        return self.estimator.name
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        return exact(self.quantity, operator, execution)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        return self.estimator.measure(self.quantity, operator, k, key, execution)
+
+
+def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> ValueError:
+    """The error for a quantity that the estimator does not have."""
+    return ValueError(
+        f"`{estimator.name}` cannot estimate this quantity, `{type(quantity).__name__}`. "
+        "Use `traceax.HutchinsonEstimator`, which estimates them all, or another one of "
+        "those that the page 'What can be estimated' has for it."
+    )
 
 
 class AbstractStreamingEstimator(AbstractTraceEstimator):
@@ -128,7 +181,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             min_matvecs: ClassVar[int] = 1
 
             def sample(self, mv, probe):
-                return jnp.vdot(probe, mv(probe))
+                return probe, mv(probe)
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
         solution = tx.trace(operator, Plain(), k=10, key=jax.random.key(0))
@@ -141,8 +194,8 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
     @abc.abstractmethod
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> Inexact[Array, ""]:
-        """One unbiased estimate of the trace.
+    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]] | Inexact[Array, ""]:
+        """One unbiased estimate of the operator, or of its trace alone.
 
         **Arguments:**
 
@@ -152,7 +205,10 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
 
         **Returns:**
 
-        A scalar of the dtype of `probe`, linear in the product.
+        Vectors `left, image` of shape `(n,)`, `image` linear in the product, for which
+        `image left*` is the operator in the mean: whatever quantity is asked for is read
+        of them. Or a scalar of the dtype of `probe`, linear in the product, for the trace
+        alone. For norms, `image` must be the product itself.
         """
 
     def run(
@@ -162,11 +218,21 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        return self.measure(Trace(), operator, k, key, execution)
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
         flat = flatten(operator)
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self._checked_sample(flat.mv, probe), ()
+            return self._read(quantity, flat, probe), ()
 
         def reduce(outs, valid):
             return (Moments.of(outs[0], valid),)
@@ -174,36 +240,51 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         def merge(parts):
             return (Moments.merge(parts[0]),)
 
+        def assess(moments, size):
+            std_err = moments.std_err(skewed=quantity.skewed)
+            value, std_err = quantity.present(moments.mean, std_err)
+            return Assessment(size(value), size(std_err), moments.count)
+
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
-        streamed = stream(body, reduce, merge, flat, k, execution)
+        scalar = eqx.filter_eval_shape(body, flat, jnp.zeros((), int))[0].ndim == 0
+        streamed = stream(
+            body, reduce, merge, flat, k, execution, keep=scalar, assess=assess
+        )
         (moments,) = streamed.summary
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
-            std_err=moments.std_err(),
+            std_err=moments.std_err(skewed=quantity.skewed),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=flat.rounding,
             result=streamed.loop.result,
             extra=streamed.loop.extra,
             state=streamed.loop.state,
+            num_samples=streamed.count,
         )
 
-    def _checked_sample(
-        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> Inexact[Array, ""]:
+    def _read(
+        self, quantity: AbstractQuantity, flat: FlatOperator, probe: Inexact[Array, " n"]
+    ) -> Inexact[Array, "*q"]:
         products = []
 
         def counted(vector):
-            products.append(mv(vector))
+            products.append(flat.mv(vector))
             return products[-1]
 
-        sample = self.sample(counted, probe)
-        if jnp.shape(sample) != () or len(products) != 1:
+        sample: Any = self.sample(counted, probe)
+        shapes = jax.tree.map(jnp.shape, sample)
+        pair = shapes == (probe.shape, probe.shape)
+        if len(products) != 1 or not (pair or shapes == ()):
             raise ValueError(
-                f"`{self.name}.sample` must return a scalar made from one product. Found "
-                f"the shape {jnp.shape(sample)} and {len(products)} products. Sum over "
-                "the entries; for several products write a "
-                "`traceax.AbstractSketchEstimator`."
+                f"`{self.name}.sample` must return a pair of vectors of length n, or a "
+                f"scalar, made from one product. Found the shape {shapes}, n = "
+                f"{flat.size}, and {len(products)} products. Sum over the entries; for "
+                "several products write a `traceax.AbstractSketchEstimator`."
             )
+        if pair:
+            return quantity.read(*sample)
+        if not isinstance(quantity, Trace):
+            raise refusal(self, quantity)
         return sample

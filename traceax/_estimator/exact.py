@@ -4,9 +4,10 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive, largest_budget
-from .._exact_trace import exact_trace
+from .._exact import exact
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
+from .._quantity import AbstractQuantity, Trace
 from .._solution import Estimate
 from .base import AbstractTraceEstimator
 
@@ -47,14 +48,25 @@ class ExactTraceEstimator(AbstractTraceEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        cost, budget = diagonal_cost(operator), largest_budget(k)
+        return self.measure(Trace(), operator, k, key, execution)
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        size, budget = operator.in_size(), largest_budget(k)
+        cost = diagonal_cost(operator) if quantity.linear else size
         if cost > budget:
             raise ValueError(
                 f"`ExactTraceEstimator` needs k={cost} matrix-vector products for this "
                 f"operator. Found k={budget}. Raise `k`, or use "
                 "`traceax.AutoTraceEstimator`."
             )
-        return exact_trace(operator, execution)
+        return exact(quantity, operator, execution)
 
 
 ExactTraceEstimator.__init__.__doc__ = "**Arguments:** none."

@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._sampler import AbstractSampler, RademacherSampler
@@ -9,7 +8,9 @@ from .base import AbstractStreamingEstimator
 
 
 class HutchinsonEstimator(AbstractStreamingEstimator):
-    r"""Girard-Hutchinson: the mean of $\omega_i^* A \omega_i$ over `k` probes.
+    r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is $A$
+    in the mean. Its trace is that of $\omega_i^* A \omega_i$, its diagonal that of
+    $A \omega_i \circ \bar\omega_i$; norms are made from $\|A \omega_i\|^2$.
 
     Any square operator. Best for flat spectra, where nothing is to be deflated, and the
     one to take where memory allows for no basis: the error falls as $1/\sqrt{k}$. For
@@ -54,8 +55,8 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
 
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> Inexact[Array, ""]:
-        return jnp.vdot(probe, mv(probe), precision="highest")
+    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]]:
+        return probe, mv(probe)
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

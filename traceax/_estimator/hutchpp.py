@@ -12,7 +12,8 @@ from .._kernel.dense import normalise, qr
 from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .sketch import AbstractGrowingEstimator, by_round, Sketch
+from .growing import AbstractGrowingEstimator, by_round
+from .sketch import Sketch
 
 
 class HutchPlusPlusEstimator(AbstractGrowingEstimator):

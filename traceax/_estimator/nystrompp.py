@@ -13,7 +13,8 @@ from .._kernel.growth import put, put_rows, remove
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._moments import Moments
 from .._sampler import AbstractSampler, RademacherSampler
-from .sketch import AbstractGrowingEstimator, Sketch
+from .growing import AbstractGrowingEstimator
+from .sketch import Sketch
 
 
 class NystromPlusPlusEstimator(AbstractGrowingEstimator):

@@ -1,21 +1,24 @@
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
+from .._checks import is_hermitian
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator, flatten
-from .._gradient import attach, attach_derivative, form, Frame
-from .._iterate import Assessment, iterate, LoopResult, sum_over_rounds
+from .._gradient import attach, attach_derivative, Frame, read_by
+from .._iterate import LoopResult, sum_over_rounds
+from .._kernel.expansion import AbstractExpansion, read, Reading
 from .._moments import Moments
+from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
-from .base import AbstractTraceEstimator
+from .base import AbstractTraceEstimator, refusal
 
 
 class Sketch(eqx.Module):
@@ -36,7 +39,8 @@ class Sketch(eqx.Module):
 
     **Attributes:**
 
-    - `samples`: the per-sample estimates; their mean is the estimate.
+    - `samples`: the per-sample estimates of the trace; their mean is the estimate. `None`
+        where it is read of the `expansion`, as any other quantity is.
     - `std_err`: the standard error of that mean.
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
@@ -49,10 +53,12 @@ class Sketch(eqx.Module):
     - `semidefinite`: False if the operator was seen not to be positive semidefinite.
     - `valid`: which samples count; `None` for all.
     - `extra`: entries for `Solution.stats`.
+    - `expansion`: makes the estimates of the whole operator, as many as there are
+        samples, of which linear quantities are read; `None` for the trace alone.
     """
 
-    samples: Inexact[Array, " m"]
-    std_err: Real[Array, ""]
+    samples: Inexact[Array, " m"] | None
+    std_err: Real[Array, ""] | None
     frame: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]
     num_matvecs: Int[Array, ""] | int
     scale: Real[Array, ""] | float = 1.0
@@ -60,6 +66,7 @@ class Sketch(eqx.Module):
     semidefinite: Bool[Array, ""] | bool = True
     valid: Bool[Array, " m"] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
+    expansion: Callable[[], AbstractExpansion] | None = None
 
 
 class AbstractSketchEstimator(AbstractTraceEstimator):
@@ -129,7 +136,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         **Arguments:**
 
         - `matmat`: applies the operator to the columns of an array of shape `(n, p)`;
-            to at most `k` columns in all.
+            with `adjoint=True` its adjoint; to at most `k` columns in all.
         - `probes`: shape `(n, m)`, random columns of the `sampler`.
         - `k`: the budget of products.
         - `eps`: the unit roundoff of the products.
@@ -146,197 +153,95 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        return self.measure(Trace(), operator, k, key, execution)
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        if not quantity.linear:
+            raise refusal(self, quantity)
         negative = self.semidefinite and _is_negative(operator, type(self).__name__)
         sign = -1 if negative else 1
+        hermitian = is_hermitian(operator)
         flat = flatten(-operator if negative else operator)
 
         frozen = flat.frozen  # once, before any loop
-        with full_precision(lambda x: execution.matmat(frozen, x)) as matmat:
+
+        def product(x, adjoint=False):
+            return execution.matmat(frozen, x, adjoint=adjoint and not hermitian)
+
+        with full_precision(product) as matmat:
             if isinstance(k, Adaptive):
-                sketch, loop = self.in_rounds(matmat, flat, k, key, sign)
+                sketch, seen, loop = self.in_rounds(quantity, matmat, flat, k, key, sign)
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
-            moments = Moments.of(sketch.samples, sketch.valid)
-            value = (sketch.scale * moments.mean).astype(flat.dtype)
+                seen = self._read(quantity, sketch)
+            value = (sketch.scale * seen.moments.mean).astype(flat.dtype)
         if isinstance(k, Adaptive):
             shape = (k.num_rounds, -1, flat.size)
             columns = tuple(x.T.reshape(shape) for x in sketch.frame)
+            one = read_by(quantity)
             value = attach_derivative(
                 value,
-                lambda: sum_over_rounds(form, flat, columns, loop.rounds, execution),
+                lambda: sum_over_rounds(one, flat, columns, loop.rounds, execution),
             )
         else:
-            value = attach(flat, value, Frame(*sketch.frame), execution=execution)
-        samples = sign * sketch.scale * sketch.samples
-        if sketch.valid is not None:
-            samples = jnp.where(sketch.valid, samples, jnp.inf)
+            frame = Frame(*sketch.frame)
+            value = attach(flat, value, frame, execution=execution, quantity=quantity)
+        samples = None
+        if seen.samples is not None:
+            samples = sign * sketch.scale * seen.samples
+            if sketch.valid is not None:
+                samples = jnp.where(sketch.valid, samples, jnp.inf)
         not_semidefinite = ~jnp.asarray(sketch.semidefinite)
         return Estimate(
             value=sign * value,
-            std_err=sketch.scale * sketch.std_err,
+            std_err=sketch.scale * seen.std_err,
             samples=samples,
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
-            magnitude=sketch.scale * sketch.magnitude,
+            magnitude=sketch.scale * seen.magnitude,
             result=first_failure(
                 failure(not_semidefinite, RESULTS.not_semidefinite), loop.result
             ),
-            extra=jax.tree.map(lambda x: sketch.scale * x, sketch.extra) | loop.extra,
+            extra=jax.tree.map(lambda x: sketch.scale * x, seen.extra) | loop.extra,
             state=loop.state,
+            num_samples=seen.moments.count,
         )
+
+    def _read(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
+        """The quantity, in units of the sketch."""
+        if isinstance(quantity, Trace) and sketch.samples is not None:
+            assert sketch.std_err is not None
+            moments = Moments.of(sketch.samples, sketch.valid)
+            size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
+            return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
+        if sketch.expansion is None:
+            raise refusal(self, quantity)
+        return read(quantity, sketch.expansion(), sketch.valid)
 
     def in_rounds(
         self,
-        matmat: Callable[[Array], Array],
+        quantity: AbstractQuantity,
+        matmat: Callable[..., Array],
         flat: FlatOperator,
         k: Adaptive,
         key: PRNGKeyArray | None,
         sign: int,
-    ) -> tuple[Sketch, LoopResult]:
-        """The sketch that an adaptive budget ends with, and how it ended. The estimate is
-        `sign` times that of the sketch. Not every sketch can grow."""
+    ) -> tuple[Sketch, Reading, LoopResult]:
+        """The sketch that an adaptive budget ends with, what is read of it, and how it
+        ended. The estimate is `sign` times that of the sketch. Not every sketch can
+        grow."""
         raise ValueError(
             f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
             "Pass an integer, or use `traceax.XTraceEstimator`."
         )
-
-
-class AbstractGrowingEstimator(AbstractSketchEstimator):
-    """A sketch estimator that can also add probes in rounds, in buffers for the largest
-    budget, until [`traceax.Adaptive`][] has enough.
-
-    !!! Example
-
-        ```python
-        import traceax as tx
-
-        # Whether an estimator that takes its probes together can stop at a tolerance.
-        for estimator in (tx.XTraceEstimator(), tx.HutchPlusPlusEstimator()):
-            print(isinstance(estimator, tx.AbstractGrowingEstimator))  # True
-        ```
-    """
-
-    @abc.abstractmethod
-    def probes_in_round(self, k: int) -> int:
-        """How many probes to draw in a round.
-
-        **Arguments:**
-
-        - `k`: the products of a round.
-
-        **Returns:**
-
-        b, the number of columns of `probes` in `grow`.
-        """
-
-    @abc.abstractmethod
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
-        """Buffers for the largest budget.
-
-        **Arguments:**
-
-        - `n`, `dtype`: of the operator.
-        - `k`: the budget, with `k.num_rounds` rounds of `k.round_size` products.
-
-        **Returns:**
-
-        A PyTree of arrays, which `grow` changes and `assess` reads.
-        """
-
-    @abc.abstractmethod
-    def grow(
-        self,
-        matmat: Callable[[Array], Array],
-        probes: Inexact[Array, "n b"],
-        state: PyTree[Array],
-        rounds: Int[Array, ""],
-        eps: float,
-        k: Adaptive,
-    ) -> PyTree[Array]:
-        """Make one more round.
-
-        **Arguments:**
-
-        - `matmat`: as in `sketch`; to at most `k.round_size` columns in all.
-        - `probes`: shape `(n, b)`, those of this round.
-        - `state`: what the rounds before it left.
-        - `rounds`: the number of those, a traced integer.
-        - `eps`: the unit roundoff of the products.
-        - `k`: the budget.
-
-        **Returns:**
-
-        The state with this round.
-        """
-
-    @abc.abstractmethod
-    def assess(
-        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
-    ) -> Sketch:
-        """What `sketch` would make of the probes so far. Makes no products.
-
-        **Arguments:**
-
-        - `state`: what `rounds` rounds have left.
-        - `rounds`, `eps`, `k`: as in `grow`.
-
-        **Returns:**
-
-        A [`traceax.Sketch`][] with as many samples as the largest budget has, of which
-        `valid` count. The columns of its frame are in the order of the rounds
-        (`by_round`), zero for those that were not made.
-        """
-
-    def in_rounds(
-        self,
-        matmat: Callable[[Array], Array],
-        flat: FlatOperator,
-        k: Adaptive,
-        key: PRNGKeyArray | None,
-        sign: int,
-    ) -> tuple[Sketch, LoopResult]:
-        size = self.probes_in_round(k.round_size)
-
-        def assess(state, rounds):
-            sketch = self.assess(state, rounds, flat.eps, k)
-            moments = Moments.of(sketch.samples, sketch.valid)
-            value = sign * sketch.scale * moments.mean
-            seen = Assessment(value, sketch.scale * sketch.std_err, moments.count)
-            # All but the frame is kept, and not compiled again after the loop.
-            small = eqx.tree_at(lambda x: x.frame, sketch, None)
-            return eqx.filter(small, eqx.is_array), seen
-
-        def step(buffers, rounds):
-            state, _, _ = buffers
-            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
-            state = self.grow(matmat, probes, state, rounds, flat.eps, k)
-            return state, *assess(state, rounds + 1)
-
-        def blank(x):
-            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-            return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
-
-        state = self.start(flat.size, flat.dtype, k)
-        shapes = jax.eval_shape(assess, state, jnp.zeros((), jnp.int32))
-        empty = state, *jax.tree.map(blank, shapes)
-        loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
-        state, small, _ = loop.state.buffers
-        return eqx.combine(small, self.assess(state, loop.rounds, flat.eps, k)), loop
-
-
-def by_round(
-    left: Sequence[Inexact[Array, "n _"]],
-    right: Sequence[Inexact[Array, "n _"]],
-    num_rounds: int,
-) -> tuple[Array, Array]:
-    """A frame in the order of the rounds, from arrays that each have that order."""
-
-    def join(parts):
-        blocks = [part.reshape(len(part), num_rounds, -1) for part in parts]
-        return jnp.concatenate(blocks, axis=2).reshape(len(parts[0]), -1)
-
-    return join(left), join(right)
 
 
 def _is_negative(operator: lx.AbstractLinearOperator, name: str) -> bool:

@@ -11,13 +11,13 @@ from .._kernel.growth import put
 from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
-    LeaveOneOut,
-    Pairs,
     standard_errors,
 )
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
+from .._kernel.xnystrace import xnystrace_expansion, xnystrace_samples
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .sketch import AbstractGrowingEstimator, by_round, Sketch
+from .growing import AbstractGrowingEstimator, by_round
+from .sketch import Sketch
 
 
 class XNysTraceEstimator(AbstractGrowingEstimator):
@@ -94,8 +94,13 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         products, scale = normalise(matmat(basis))
         approximation = nystrom(basis, products, eps)
         gram = approximation.factor.conj().T @ approximation.factor
-        p = approximation.whitener @ loo.directions
-        samples, without = self._leave_one_out(loo, p, gram, approximation.shift, n)
+        p, shift = approximation.whitener @ loo.directions, approximation.shift
+        samples, without = xnystrace_samples(loo, p, gram, shift, n, self.improved)
+
+        def expansion():
+            directions, factor = basis @ loo.directions, approximation.factor
+            tall = probes, directions, products, factor
+            return xnystrace_expansion(*tall, loo, p, shift, self.improved)
 
         # The frame is that of XTrace for the same probes.
         q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
@@ -103,12 +108,13 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         std_err, extra = standard_errors(samples, without)
         return Sketch(
             samples,
-            jnp.hypot(std_err, _inexact(m, approximation.shift)),
+            jnp.hypot(std_err, _inexact(m, shift)),
             frame,
             num_matvecs=k,
             scale=scale,
             semidefinite=approximation.semidefinite,
             extra=extra,
+            expansion=expansion,
         )
 
     def probes_in_round(self, k: int) -> int:
@@ -142,15 +148,24 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         roundoff = float(jnp.finfo(s.dtype).eps)
         s = jnp.where(s > m * roundoff * s[0], s, 0)
         loo = leave_one_out(s, vh, roundoff)
-        p = whitener @ (u @ loo.directions)
-        samples, without = self._leave_one_out(loo, p, gram, shift, n)
+        coordinates = u @ loo.directions
+        p = whitener @ coordinates
+        samples, without = xnystrace_samples(loo, p, gram, shift, n, self.improved)
         valid = jnp.arange(m) < count
+        probes = nystrom.basis @ state.probes
+
+        def expansion():
+            products = nystrom.q @ nystrom.r
+            factor = (products + shift * nystrom.basis) @ whitener.conj().T
+            tall = probes, nystrom.basis @ coordinates, products, factor
+            return xnystrace_expansion(*tall, loo, p, shift, self.improved)
+
         std_err, extra = standard_errors(samples, without, valid)
 
         u, s, vh = svd(nystrom.r @ state.probes)
         s = jnp.where(s > eps * s[0], s, 0)
         left, right = leave_one_out_frame(
-            nystrom.basis @ state.probes,
+            probes,
             nystrom.q @ (u * (s > 0)),
             leave_one_out(s, vh, eps),
             self.improved,
@@ -165,32 +180,8 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             semidefinite=semidefinite,
             valid=valid,
             extra=extra,
+            expansion=expansion,
         )
-
-    def _leave_one_out(
-        self, loo: LeaveOneOut, p: Array, gram: Array, shift: Array, n: int
-    ) -> tuple[Array, Array]:
-        """The samples and, entry `[i, j]`, sample j without probe i.
-
-        `gram` is B* B. In the coordinates of B, leaving probe i out projects off the
-        vector p_i, and outside the other probes' span A - A_i is the number 1 / |p_i|^2.
-        """
-        essential = loo.essential.astype(int)
-        weight = jnp.sum(jnp.abs(p) ** 2, axis=0)
-        rest = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
-        p = p * jnp.sqrt(rest)
-        form = p.conj().T @ gram @ p
-        trace = jnp.trace(gram).real - shift * n
-
-        c = (n - loo.rank + essential) if self.improved else loo.distance**2
-        samples = trace - jnp.diagonal(form).real + c * rest
-
-        pairs = Pairs.of(p.conj().T @ p)
-        if self.improved:
-            overlap = jnp.abs(loo.directions.conj().T @ loo.directions) ** 2
-            c = (n - loo.rank + essential[:, None] + essential) * (1 - overlap)
-        without = trace - pairs.trace(form).real + c * rest / pairs.det
-        return samples, without
 
 
 class _State(eqx.Module):

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
-from .._kernel.dense import normalise, qr, svd
+from .._kernel.dense import svd
 from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
-    Pairs,
-    resphere,
     standard_errors,
 )
+from .._kernel.two_sided import SmallMatrices, two_sided_samples, TwoSided
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
-from .sketch import AbstractGrowingEstimator, by_round, Sketch
+from .growing import AbstractGrowingEstimator, by_round
+from .sketch import Sketch
 
 
 class XTraceEstimator(AbstractGrowingEstimator):
@@ -75,39 +75,6 @@ class XTraceEstimator(AbstractGrowingEstimator):
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)
 
-    def num_probes(self, k: int) -> int:
-        return k // 2
-
-    def sketch(
-        self,
-        matmat: Callable[[Array], Array],
-        probes: Inexact[Array, "n m"],
-        k: int,
-        eps: float,
-    ) -> Sketch:
-        products, scale = normalise(matmat(probes))
-        q, r = qr(products)
-        z = matmat(q) / scale
-        small = _Small(
-            r=r,
-            h=q.conj().T @ z,
-            w=q.conj().T @ probes,
-            across=probes.conj().T @ z,
-            own=jnp.sum(probes.conj() * products, axis=0),
-            norms=jnp.sum(jnp.abs(probes) ** 2, axis=0),
-        )
-        loo, rotation, samples, without = self._leave_one_out(small, len(probes), eps)
-        std_err, extra = standard_errors(samples, without)
-        return Sketch(
-            samples,
-            std_err,
-            leave_one_out_frame(probes, q @ rotation, loo, self.improved),
-            num_matvecs=2 * probes.shape[1],
-            scale=scale,
-            magnitude=jnp.linalg.norm(r) / probes.shape[1] ** 0.5,
-            extra=extra,
-        )
-
     def probes_in_round(self, k: int) -> int:
         return k // 2
 
@@ -116,7 +83,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
         lines = jnp.zeros(m, dtype), jnp.zeros(m, real)
-        small = _Small(square, square, square, square, *lines)
+        small = SmallMatrices(square, square, square, square, *lines)
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(
@@ -137,7 +104,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         own = jnp.sum(probes.conj() * products, axis=0)
         norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
         column = put_rows(new.coefficients, new.coupling, rounds)
-        small = _Small(
+        small = SmallMatrices(
             r=put(small.r, column, rounds),
             h=border(small.h, q, z, rounds, b),
             w=border(small.w, q, all_probes, rounds, b),
@@ -152,9 +119,37 @@ class XTraceEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape
-        loo, rotation, samples, without = self._leave_one_out(state.small, n, eps)
+        rotation, s, vh = svd(state.small.r)
+        s = jnp.where(s > eps * s[0], s, 0)
+        rotation = rotation * (s > 0)
+        loo = leave_one_out(s, vh, eps)
+        samples, without = two_sided_samples(
+            state.small, rotation, s, vh, loo, n, self.improved
+        )
         valid = jnp.arange(m) < rounds * b
         std_err, extra = standard_errors(samples, without, valid)
+
+        def expansion():
+            small, lefts = state.small, rotation @ loo.directions
+            w = rotation.conj().T @ small.w
+            inner = loo.directions.conj().T @ w
+            inside = rotation @ (w - loo.directions * jnp.diagonal(inner))
+            products = state.q @ small.r
+            count = jnp.maximum(rounds * b, 1)
+            return TwoSided(
+                shared=((state.q @ rotation).T, (state.z @ rotation).T),
+                products=products.T / count**0.5,
+                bases=(state.q @ lefts).T,
+                images=(state.z @ lefts).T,
+                rest=(state.probes - state.q @ inside).T,
+                rest_images=(products - state.z @ inside).T,
+                inner=inner,
+                norms=small.norms,
+                inside=jnp.sum(jnp.abs(w) ** 2, axis=0),
+                loo=loo,
+                improved=self.improved,
+            )
+
         left, right = leave_one_out_frame(
             state.probes, state.q @ rotation, loo, self.improved, rounds * b
         )
@@ -168,59 +163,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
             / jnp.maximum(jnp.sum(valid), 1) ** 0.5,
             valid=valid,
             extra=extra,
+            expansion=expansion,
         )
-
-    def _leave_one_out(self, small: "_Small", n: int, eps: float):
-        """The samples and, entry `[i, j]`, sample j without probe i."""
-        u, s, vh = svd(small.r)
-        s = jnp.where(s > eps * s[0], s, 0)
-        u = u * (s > 0)
-        loo = leave_one_out(s, vh, eps)
-        essential = loo.essential.astype(int)
-
-        # Below, e_j = omega_j - Q w_j is the part of probe j outside Q, and leaving out
-        # the probes of a projector P changes it to e_j + Q P w_j:
-        #   t = tr(H) - tr(P H) + c (e_j + Q P w_j)* A (e_j + Q P w_j).
-        r = s[:, None] * vh
-        h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
-        across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
-        back = r - h @ w  # [:, j] = Q* A e_j
-        outside = small.own - jnp.sum(w.conj() * r + across.T * w, axis=0)  # e_j* A e_j
-
-        directions = loo.directions
-        inner = directions.conj().T @ w
-        form = directions.conj().T @ h @ directions
-        across, back = (across @ directions).T, directions.conj().T @ back
-        a_ss, a_es, a_se = (jnp.diagonal(x) for x in (form, across, back))
-
-        def own_form(beta):
-            return outside + beta * a_es + beta.conj() * a_se + jnp.abs(beta) ** 2 * a_ss
-
-        def factor(removed, inside):
-            if not self.improved:
-                return jnp.ones_like(inside)
-            return resphere(n, loo.rank - removed, small.norms, inside)
-
-        all_inside = jnp.sum(jnp.abs(w) ** 2, axis=0)
-        trace = jnp.trace(h)
-
-        beta = jnp.diagonal(inner)
-        c = factor(essential, all_inside - jnp.abs(beta) ** 2)
-        samples = trace - a_ss + c * own_form(beta)
-
-        pairs = Pairs.of(directions.conj().T @ directions)
-        alpha, beta_pair = pairs.coefficients(inner)
-        cross_form = (
-            alpha * across
-            + alpha.conj() * back
-            + jnp.abs(alpha) ** 2 * a_ss[:, None]
-            + alpha.conj() * beta_pair * form
-            + beta_pair.conj() * alpha * form.T
-        )
-        restored = (inner.conj() * alpha + beta.conj() * beta_pair).real
-        c_pair = factor(essential[:, None] + essential, all_inside - restored)
-        without = trace - pairs.trace(form) + c_pair * (own_form(beta_pair) + cross_form)
-        return loo, u, samples, without
 
 
 class _State(eqx.Module):
@@ -229,19 +173,8 @@ class _State(eqx.Module):
     probes: Inexact[Array, "n m"]
     q: Inexact[Array, "n m"]
     z: Inexact[Array, "n m"]
-    small: "_Small"
+    small: SmallMatrices
     scale: Real[Array, ""]
-
-
-class _Small(eqx.Module):
-    """All that XTrace needs to know of the tall arrays, where `A Omega = Q R`."""
-
-    r: Inexact[Array, "m m"]
-    h: Inexact[Array, "m m"]  # Q* A Q
-    w: Inexact[Array, "m m"]  # Q* Omega
-    across: Inexact[Array, "m m"]  # Omega* A Q
-    own: Inexact[Array, " m"]  # omega_j* A omega_j
-    norms: Real[Array, " m"]  # |omega_j|^2
 
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**

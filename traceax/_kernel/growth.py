@@ -2,7 +2,8 @@
 
 Buffers have the shape `(n, p)`, are zero beyond the columns in use, and are read a block
 of b columns at a time, so that work is in proportion to the number of blocks in use, a
-traced integer.
+traced integer. A buffer for a single block is that block, and all of this is plain
+algebra without a loop.
 """
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import normalise, thin_svd
+from .dense import normalise, qr, thin_svd
 
 
 def take(buffer: Inexact[Array, "n p"], i: Int[Array, ""], b: int) -> Array:
@@ -39,6 +40,8 @@ def border(
 ) -> Inexact[Array, "p p"]:
     """`left* right` with the rows and columns of block i, the last one, from the product
     without them."""
+    if product.shape[0] == b:
+        return left.conj().T @ right
 
     def against(buffer, block):
         def one(j, rows):
@@ -91,8 +94,11 @@ def extend(
 ) -> Extension:
     """New columns for the range of x: orthonormal, or zero where x brings nothing new
     beyond `eps * scale`. Block Gram-Schmidt, twice (Stewart, SIAM J. Sci. Comput. 31,
-    2008)."""
+    2008). The columns of a single block are orthonormal whatever the rank of x."""
     b = x.shape[1]
+    if basis.shape[1] == b:
+        block, r = qr(x)
+        return Extension(block, jnp.zeros_like(r), r)
     rest, first = remove(basis, x, count, b)
     block, s, vh = thin_svd(rest, eps, scale)
     triangle = s[:, None] * vh

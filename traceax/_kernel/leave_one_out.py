@@ -108,6 +108,7 @@ def leave_one_out_frame(
     loo: LeaveOneOut,
     improved: bool,
     count: Int[Array, ""] | int | None = None,
+    one_sided: bool = False,
 ) -> tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]:
     """Arrays `L, R` for which `sum(conj(L) * (B R))` is the mean over i of
 
@@ -115,7 +116,8 @@ def leave_one_out_frame(
 
     with `P_i` the projector onto the range of `q` without probe i's direction, and `c_i`
     the resphering factor, or 1. As `P_i` does not depend on `omega_i`, the expectation
-    for a fixed B is `tr B`. `count` is the number of probes that are not zero.
+    for a fixed B is `tr B`. `count` is the number of probes that are not zero. Where it
+    is `one_sided`, `omega_i* B v_i` takes the place of the second form.
     """
     n, m = probes.shape
     number = m if count is None else count
@@ -129,7 +131,8 @@ def leave_one_out_frame(
         c = resphere(n, loo.rank - loo.essential.astype(int), norms, inside)
     v = probes - q @ (w - directions * own)
     left = q - q @ (directions @ directions.conj().T) / number
-    return jnp.concatenate([left, v * (c / number)], 1), jnp.concatenate([q, v], 1)
+    sampled = (probes if one_sided else v * c) / number
+    return jnp.concatenate([left, sampled], 1), jnp.concatenate([q, v], 1)
 
 
 def sample_covariance(

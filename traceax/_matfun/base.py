@@ -1,5 +1,4 @@
 import abc
-from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import PRNGKeyArray
@@ -7,8 +6,10 @@ from jaxtyping import PRNGKeyArray
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
+from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler
 from .._solution import Estimate
+from .._solve import AbstractTask
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 
@@ -84,11 +85,11 @@ class AbstractFunctionEstimator(eqx.Module):
         """
 
 
-class AbstractFunctionTask(eqx.Module):
+class AbstractFunctionTask(AbstractTask):
     """An estimator with the settings of one call, as `solve` wants it."""
 
     estimator: eqx.AbstractVar[AbstractFunctionEstimator]
-    fallback: ClassVar[str] = "SLQEstimator"
+    quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
 
     @property
     def name(self) -> str:
@@ -97,3 +98,7 @@ class AbstractFunctionTask(eqx.Module):
     @property
     def min_matvecs(self) -> int:
         return self.estimator.min_probes
+
+    @property
+    def fallback(self) -> str:
+        return "SLQEstimator"

@@ -2,7 +2,6 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, Scalar
 
@@ -172,7 +171,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         def reduce(outs, valid):
             samples, (errors, extremes, _) = outs
-            errors = jax.vmap(Moments.of, in_axes=(1, None))(errors, valid)
+            errors = Moments.of(errors, valid)
             return Moments.of(samples, valid), errors, span(extremes)
 
         def merge(parts):
@@ -180,8 +179,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             # Of no samples, the extremes are 0.
             made = moments.count[:, None] > 0
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-            errors = jax.vmap(Moments.merge, in_axes=1)(errors)
-            return Moments.merge(moments), errors, span(extremes)
+            return Moments.merge(moments), Moments.merge(errors), span(extremes)
 
         streamed = stream(body, reduce, merge, operator, k, execution, width=num_steps)
         moments, errors, extremes = streamed.summary

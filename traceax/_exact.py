@@ -4,32 +4,36 @@ import lineax as lx
 
 from ._execution import AbstractExecution
 from ._flat import dtypes, flatten
+from ._iterate import fold
 from ._operator.diagonal import diagonal_cost
+from ._quantity import AbstractQuantity
 from ._solution import Estimate
 
 
-def exact_trace(
-    operator: lx.AbstractLinearOperator, execution: AbstractExecution
+def exact(
+    quantity: AbstractQuantity,
+    operator: lx.AbstractLinearOperator,
+    execution: AbstractExecution,
 ) -> Estimate:
-    """The sum of the diagonal: where lineax knows it from there, otherwise from n
+    """The quantity itself: from the diagonal where lineax knows that, otherwise from n
     products with unit vectors, a block at a time."""
     size, cost = operator.in_size(), diagonal_cost(operator)
-    if cost < size:
+    if quantity.linear and cost < size:
         diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
+        value = quantity.read(jnp.ones_like(diagonal), diagonal)
     else:
-        flat = flatten(operator)
+        cost, flat = size, flatten(operator)
 
         def body(flat, index):
             unit = jnp.zeros(size, flat.dtype).at[index].set(1)
-            return flat.mv(unit)[index]
+            return quantity.read(unit, flat.mv(unit)), ()
 
         body = eqx.filter_checkpoint(body, prevent_cse=False)
-        diagonal = execution.map(body, flat, jnp.arange(size))
-    value = jnp.sum(diagonal)
+        value, () = fold(body, lambda *_: (), lambda _: (), flat, size, execution)
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),
-        samples=value[None],
+        samples=value[None] if value.ndim == 0 else None,
         num_matvecs=cost,
         rounding=0.0,
     )

@@ -1,0 +1,229 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+
+from .._adaptive import Adaptive, largest_budget, one_round
+from .._execution import AbstractExecution
+from .._kernel.expansion import OneSided
+from .._moments import Moments
+from .._operator.diagonal import diagonal_cost
+from .._quantity import AbstractQuantity, Trace
+from .._solution import Estimate
+from .base import AbstractTraceEstimator
+from .exact import ExactTraceEstimator
+from .growing import by_round
+from .hutchinson import HutchinsonEstimator
+from .sketch import Sketch
+from .xdiag import XDiagEstimator
+from .xnysdiag import XNysDiagEstimator
+
+
+class AutoDiagonalEstimator(AbstractTraceEstimator):
+    r"""Picks an estimator of the diagonal from the operator's tags, the budget and, while
+    running, from the first products.
+
+    1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the diagonal;
+    2. for an operator that is tagged positive or negative semidefinite,
+       [`traceax.XNysDiagEstimator`][] or, from the same products,
+       [`traceax.HutchinsonEstimator`][], whichever varies less;
+    3. for any other operator [`traceax.XDiagEstimator`][] or
+       [`traceax.HutchinsonEstimator`][], from what the first half of the products, which
+       both need, tells of their variances. With `traceax.Adaptive`, always the former;
+    4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
+
+    Where the eigenvalues are alike (a diagonally dominant matrix, say), a basis of `k`
+    vectors knows too little of the operator to pay, and plain signs are better.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.diag(jnp.linspace(1.0, 3.0, 300)) + 0.01
+        operator = lx.FunctionLinearOperator(
+            lambda v: matrix @ v, jax.ShapeDtypeStruct((300,), matrix.dtype)
+        )
+        solution = tx.diagonal(operator, k=60, key=jax.random.key(1))
+        print(f"{jnp.max(jnp.abs(solution.value - jnp.diag(matrix))):.2f}")
+        ```
+    """
+
+    min_matvecs: ClassVar[int] = 1
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        return self.measure(Trace(), operator, k, key, execution)
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        chosen = _choose(operator, largest_budget(k))
+        return chosen.measure(quantity, operator, k, key, execution)
+
+
+AutoDiagonalEstimator.__init__.__doc__ = "**Arguments:** none."
+
+
+def _choose(operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimator:
+    if diagonal_cost(operator) <= k:
+        return ExactTraceEstimator()
+    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+        return _XNysDiagOrSigns()
+    return _XDiagOrSigns() if k >= XDiagEstimator.min_matvecs else HutchinsonEstimator()
+
+
+# How much smaller the variances must be than those of signs for as many products. The
+# estimates that share a basis are correlated, which their variances do not show.
+_GAIN = 0.85
+
+
+class _XNysDiagOrSigns(XNysDiagEstimator):
+    """The products of both are those of the probes."""
+
+    def sketch(
+        self,
+        matmat: Callable[..., Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
+        return self._choose(super().sketch(matmat, probes, k, eps), probes, 1)
+
+    def assess(
+        self, state: Any, rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
+        probes = state.nystrom.basis @ state.probes
+        return self._choose(super().assess(state, rounds, eps, k), probes, k.num_rounds)
+
+    def _choose(
+        self, sketch: Sketch, probes: Inexact[Array, "n m"], num_rounds: int
+    ) -> Sketch:
+        expansion = _one_sided(sketch)
+        _, factor = expansion.shared
+        # The approximation is exact on the probes.
+        products = (factor.conj() @ probes).T @ factor + expansion.shift * probes.T
+        signs, valid = probes.T, sketch.valid
+        variance = _variance(expansion.residuals, expansion.images, valid)
+        flat = variance > _GAIN * _variance(signs, products, valid)
+        count = jnp.sum(valid) if valid is not None else len(signs)
+        weight = 1 / jnp.maximum(count, 1)
+        zeros = jnp.zeros_like(probes)
+        frame = by_round((probes * weight, zeros), (probes, zeros), num_rounds)
+        return _or_signs(flat, sketch, signs, products, frame, valid)
+
+
+class _XDiagOrSigns(XDiagEstimator):
+    """Half of the products are those of the probes for both."""
+
+    def num_probes(self, k: int) -> int:
+        return k // 2 * 2
+
+    def sketch(
+        self,
+        matmat: Callable[..., Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
+        m = k // 2
+        budget, rounds = one_round(k), jnp.zeros((), jnp.int32)
+        first, second = probes[:, :m], probes[:, m:]
+        state = self.start(len(probes), probes.dtype, budget)
+        # One half of a round; the other is made below, of one kind or another.
+        half = super().grow(_half(matmat), first, state, rounds, eps, budget)
+        products = (half.q @ half.r).T
+        known = _one_sided(super().assess(half, 1, eps, budget))
+        variance = 2 * _variance(known.residuals, known.images, None)
+        flat = variance > _GAIN * _variance(first.T, products, None)
+        other = jax.lax.cond(
+            flat, lambda: matmat(second), lambda: matmat(half.q, adjoint=True)
+        )
+        other = other / half.scale
+        sketch = super().assess(
+            dataclasses.replace(half, z=other), rounds + 1, eps, budget
+        )
+        products = jnp.concatenate([products, other.T])
+        valid = flat | (jnp.arange(2 * m) < m)
+        frame = probes / (2 * m), probes
+        return _or_signs(flat, sketch, probes.T, products, frame, valid)
+
+
+def _half(matmat: Callable[..., Array]) -> Callable[..., Array]:
+    """Without the products with the adjoint, which are zero."""
+
+    def forward(x, adjoint=False):
+        return jnp.zeros_like(x) if adjoint else matmat(x)
+
+    return forward
+
+
+def _one_sided(sketch: Sketch) -> OneSided:
+    assert sketch.expansion is not None
+    expansion = sketch.expansion()
+    assert isinstance(expansion, OneSided)
+    return expansion
+
+
+def _variance(
+    left: Inexact[Array, "m n"],
+    image: Inexact[Array, "m n"],
+    valid: Bool[Array, " m"] | None,
+) -> Real[Array, ""]:
+    """The norm of the variances of the entries `conj(left) * image` of the samples."""
+    std_err = Moments.of(left.conj() * image, valid).independent_std_err
+    return jnp.linalg.norm(std_err**2)
+
+
+def _or_signs(
+    flat: Bool[Array, ""],
+    sketch: Sketch,
+    signs: Inexact[Array, "p n"],
+    products: Inexact[Array, "p n"],
+    frame: tuple[Inexact[Array, "n q"], Inexact[Array, "n q"]],
+    valid: Bool[Array, " p"] | None,
+) -> Sketch:
+    """The sketch or, where it is `flat`, one of `signs` and the products with them, with
+    their frame."""
+    expansion, p = _one_sided(sketch), len(signs)
+    left, image = expansion.shared
+
+    def pick(ours, theirs):
+        grown = [(0, a - b) for a, b in zip(ours.shape, theirs.shape, strict=True)]
+        return jnp.where(flat, ours, jnp.pad(theirs, grown))
+
+    chosen = OneSided(
+        shared=(jnp.where(flat, 0, left), jnp.where(flat, 0, image)),
+        images=pick(products, expansion.images),
+        lefts=pick(jnp.zeros_like(signs), expansion.lefts),
+        residuals=pick(signs, expansion.residuals),
+        gram=pick(jnp.eye(p, dtype=signs.dtype), expansion.gram),
+        products=expansion.products,
+        shift=jnp.where(flat, 0, expansion.shift),
+    )
+    return dataclasses.replace(
+        sketch,
+        samples=None,
+        std_err=None,
+        extra={},
+        frame=tuple(map(pick, frame, sketch.frame)),
+        valid=valid,
+        expansion=lambda: chosen,
+    )

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from ._adaptive import Adaptive
+from ._checks import operator_first
+from ._estimator.base import AbstractTraceEstimator
+from ._estimator.hutchinson import HutchinsonEstimator
+from ._execution import AbstractExecution, Local
+from ._measure import measure
+from ._quantity import FrobeniusNorm, RowNorms
+from ._solution import Solution
+
+
+@operator_first
+def frobenius_norm(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Frobenius norm of a square linear operator from `k` products.
+
+    The root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for the square.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 500))
+        operator = lx.MatrixLinearOperator(matrix)
+        solution = tx.frobenius_norm(operator, k=50, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err, "exactly", jnp.linalg.norm(matrix))
+        ```
+
+    **Arguments:**
+
+    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `estimator`: a streaming one, whose samples are products with random vectors.
+        Default: [`traceax.HutchinsonEstimator`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are those of
+    the square of the norm. Derivatives are those of the estimate; of the square they are
+    unbiased.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not estimate
+    norms.
+    """
+    quantity = lambda _: FrobeniusNorm()  # noqa: E731
+    return measure(quantity, operator, estimator, k, key, execution, throw)
+
+
+@operator_first
+def row_norms(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Euclidean norm of each row of a square linear operator from `k`
+    products.
+
+    The roots of the means of $|e_a^* A \\omega_i|^2$, which are unbiased for the squares.
+    For the norms of the columns, pass `operator.T`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 500))
+        operator = lx.MatrixLinearOperator(matrix)
+        solution = tx.row_norms(operator, k=50, key=jax.random.key(1))
+        exact = jnp.linalg.norm(matrix, axis=1)
+        print(jnp.mean(jnp.abs(solution.value - exact) < 2 * solution.std_err))
+        ```
+
+    **Arguments:**
+
+    - `operator`, `estimator`, `k`, `key`, `execution`, `throw`: as for
+        [`traceax.frobenius_norm`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
+    operator's structure. `stats["num_samples"]` is the number of samples. Derivatives are
+    those of the estimate; of the squares they are unbiased.
+
+    **Raises:**
+
+    Errors as [`traceax.frobenius_norm`][].
+    """
+    return measure(RowNorms.of, operator, estimator, k, key, execution, throw)

@@ -1,0 +1,136 @@
+"""What is read of an operator: its trace, its diagonal, the trace of each leaf, ...
+
+Estimators make pairs `(left, image)` of vectors for which, in the mean, the sum of
+`image left*` is the operator A. A *quantity* reads them. One that is `linear` in the
+image can be read of any such pairs; a quadratic one, as `||A||_F^2 = E ||A w||^2`, of
+images `A w` of random probes alone.
+"""
+
+import abc
+import itertools
+import math
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
+from jaxtyping import Array, Inexact, PyTree
+
+
+class AbstractQuantity(eqx.Module):
+    """A quantity that is the sum of what is read of pairs of vectors.
+
+    **Attributes:**
+
+    - `linear`: whether it is linear in the operator.
+    - `skewed`: whether what is read of random pairs has a skewed distribution, as
+        quadratic forms have. Error bars are wider then.
+    """
+
+    linear: ClassVar[bool] = True
+    skewed: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        """The part of one pair.
+
+        **Arguments:**
+
+        - `left`, `image`: flat vectors of shape `(n,)`.
+
+        **Returns:**
+
+        An array, of the same shape for any pair: the quantity of the matrix
+        `image left*`, if that is linear.
+        """
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        """A sum and its standard error, of the shape that `read` gives, in the form that
+        users see."""
+        return value, std_err
+
+
+class Trace(AbstractQuantity):
+    """`tr A`, a scalar."""
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return jnp.vdot(left, image, precision="highest")
+
+
+class _Structured(AbstractQuantity):
+    """A quantity whose PyTree is that of the operator's vectors."""
+
+    treedef: Any = eqx.field(static=True)
+    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, operator: lx.AbstractLinearOperator) -> "_Structured":
+        structure = operator.out_structure()
+        shapes = tuple(leaf.shape for leaf in tree_leaves(structure))
+        return cls(treedef=tree_structure(structure), shapes=shapes)
+
+    def _split(self, vector: Array) -> list[Array]:
+        sizes = [math.prod(shape) for shape in self.shapes]
+        return jnp.split(vector, list(itertools.accumulate(sizes))[:-1])
+
+    def _as_vector(self, flat: Array) -> PyTree[Array]:
+        parts = zip(self._split(flat), self.shapes, strict=True)
+        return tree_unflatten(self.treedef, [x.reshape(shape) for x, shape in parts])
+
+
+class Diagonal(_Structured):
+    """`diag A`, with the structure of a vector."""
+
+    skewed: ClassVar[bool] = False
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return left.conj() * image
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return self._as_vector(value), self._as_vector(std_err)
+
+
+class RowNorms(_Structured):
+    """`|e_i* A|` for each row i, from squares, with the structure of a vector."""
+
+    linear: ClassVar[bool] = False
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return jnp.abs(image) ** 2
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        root, std_err = _root(value, std_err)
+        return self._as_vector(root), self._as_vector(std_err)
+
+
+class LeafTraces(_Structured):
+    """The trace of each diagonal block that belongs to a leaf: a scalar for each leaf."""
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        parts = zip(self._split(left), self._split(image), strict=True)
+        return jnp.stack([jnp.vdot(x, y, precision="highest") for x, y in parts])
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        parts = list(value), list(std_err)
+        return tuple(tree_unflatten(self.treedef, leaves) for leaves in parts)
+
+
+class FrobeniusNorm(AbstractQuantity):
+    """`||A||_F`, a real scalar, from its square."""
+
+    linear: ClassVar[bool] = False
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return jnp.vdot(image, image, precision="highest").real
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return _root(value, std_err)
+
+
+def _root(value: Array, std_err: Array) -> tuple[Array, Array]:
+    """The root of a square, whose error is less by the derivative."""
+    positive = value > 0
+    root = jnp.sqrt(jnp.where(positive, value, 1))
+    std_err = jnp.where(positive, std_err / (2 * root), std_err)
+    return jnp.where(positive, root, 0), std_err
