@@ -74,8 +74,8 @@ def diagonal(
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not estimate
-    diagonals.
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate diagonals.
     """
     return measure(Diagonal.of, operator, estimator, k, key, execution, throw)
 
@@ -123,8 +123,8 @@ def leaf_traces(
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not estimate
-    traces of leaves.
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate traces of leaves.
     """
     return measure(LeafTraces.of, operator, estimator, k, key, execution, throw)
 

@@ -55,8 +55,8 @@ def frobenius_norm(
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not estimate
-    norms.
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate norms.
     """
     quantity = lambda _: FrobeniusNorm()  # noqa: E731
     return measure(quantity, operator, estimator, k, key, execution, throw)

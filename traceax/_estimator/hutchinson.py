@@ -8,9 +8,10 @@ from .base import AbstractStreamingEstimator
 
 
 class HutchinsonEstimator(AbstractStreamingEstimator):
-    r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is $A$
-    in the mean. Its trace is that of $\omega_i^* A \omega_i$, its diagonal that of
-    $A \omega_i \circ \bar\omega_i$; norms are made from $\|A \omega_i\|^2$.
+    r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is
+    $A$ in expectation. The trace is read of it as the mean of $\omega_i^* A \omega_i$, the
+    diagonal as that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
+    $\|A \omega_i\|^2$.
 
     Any square operator. Best for flat spectra, where nothing is to be deflated, and the
     one to take where memory allows for no basis: the error falls as $1/\sqrt{k}$. For
