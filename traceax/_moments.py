@@ -8,15 +8,15 @@ class Moments(eqx.Module):
     """Count, mean, spread and skewness of exchangeable samples, in a form that merges.
 
     Samples may be arrays, of shape `q`: all but the count is for each of their entries.
-    Complex samples are pairs of real ones, along the last axis. Sums are in units of the
+    Complex samples are pairs of real ones, along the axis c. Sums are in units of the
     largest deviation, so that nothing overflows or underflows before the samples do.
     """
 
     count: Real[Array, "*parts"]
-    center: Real[Array, "*parts_q c"]
+    center: Real[Array, "*parts_c_q"]
     unit: Real[Array, "*parts_q"]
-    squares: Real[Array, "*parts_q c"]
-    cubes: Real[Array, "*parts_q c"]
+    squares: Real[Array, "*parts_c_q"]
+    cubes: Real[Array, "*parts_c_q"]
 
     @classmethod
     def of(
@@ -26,10 +26,10 @@ class Moments(eqx.Module):
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
-        center = jnp.stack(parts, axis=-1)
+        center = jnp.stack(parts, axis=1)
         if valid is not None:
             center = jnp.where(_beside(valid, center), center, 0)
-        unit = jnp.zeros_like(center[..., 0])
+        unit = jnp.zeros_like(center[:, 0])
         count = jnp.ones(len(samples), unit.dtype)
         count = count if valid is None else valid.astype(unit.dtype)
         zeros = jnp.zeros_like(center)
@@ -45,9 +45,9 @@ class Moments(eqx.Module):
         weight = count / jnp.maximum(total, 1)
         center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
         shift = jnp.where(count > 0, parts.center - center, 0)
-        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=(0, -1)), jnp.max(parts.unit, 0))
+        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=(0, 1)), jnp.max(parts.unit, 0))
         safe = jnp.where(unit > 0, unit, 1)
-        ratio, shift = (parts.unit / safe)[..., None], shift / safe[..., None]
+        ratio, shift = (parts.unit / safe)[:, None], shift / safe
         squares, cubes = parts.squares * ratio**2, parts.cubes * ratio**3
         cubes = cubes + 3 * shift * squares + count * shift**3
         squares = squares + count * shift**2
@@ -55,21 +55,21 @@ class Moments(eqx.Module):
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
-        if self.center.shape[-1] == 1:
-            return self.center[..., 0]
-        return jax.lax.complex(self.center[..., 0], self.center[..., 1])
+        if len(self.center) == 1:
+            return self.center[0]
+        return jax.lax.complex(self.center[0], self.center[1])
 
     @property
     def skewness(self) -> Real[Array, "*q"]:
-        square = jnp.sum(self.squares, axis=-1)
-        cube = jnp.linalg.norm(self.cubes, axis=-1)
+        square = jnp.sum(self.squares, axis=0)
+        cube = jnp.linalg.norm(self.cubes, axis=0)
         return jnp.sqrt(self.count) * cube / jnp.where(square > 0, square, 1) ** 1.5
 
     @property
     def independent_std_err(self) -> Real[Array, "*q"]:
         """The textbook standard error of the mean of independent samples, `s / sqrt(m)`
         with `ddof=1`; infinite for a single sample."""
-        spread = self.unit * jnp.sqrt(jnp.sum(self.squares, axis=-1))
+        spread = self.unit * jnp.sqrt(jnp.sum(self.squares, axis=0))
         freedom = jnp.where(self.count > 1, self.count * (self.count - 1), 1)
         return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
 

@@ -24,12 +24,13 @@ class AbstractQuantity(eqx.Module):
     **Attributes:**
 
     - `linear`: whether it is linear in the operator.
-    - `skewed`: whether what is read of random pairs has a skewed distribution, as
-        quadratic forms have. Error bars are wider then.
+    - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
+        are quadratic forms of random vectors, which are skewed, so that error bars have
+        to be wider.
     """
 
     linear: ClassVar[bool] = True
-    skewed: ClassVar[bool] = True
+    entrywise: ClassVar[bool] = False
 
     @abc.abstractmethod
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
@@ -82,7 +83,7 @@ class _Structured(AbstractQuantity):
 class Diagonal(_Structured):
     """`diag A`, with the structure of a vector."""
 
-    skewed: ClassVar[bool] = False
+    entrywise: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return left.conj() * image

@@ -241,7 +241,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
             return (Moments.merge(parts[0]),)
 
         def assess(moments, size):
-            std_err = moments.std_err(skewed=quantity.skewed)
+            std_err = moments.std_err(skewed=not quantity.entrywise)
             value, std_err = quantity.present(moments.mean, std_err)
             return Assessment(size(value), size(std_err), moments.count)
 
@@ -254,7 +254,7 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         (moments,) = streamed.summary
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
-            std_err=moments.std_err(skewed=quantity.skewed),
+            std_err=moments.std_err(skewed=not quantity.entrywise),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=flat.rounding,

@@ -7,7 +7,7 @@ operator, each the sum of pairs that all share and of pairs of its own.
 
 import abc
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
 from .._quantity import AbstractQuantity
-from .leave_one_out import Pairs
+from .leave_one_out import Pairs, two
 
 
 Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
@@ -39,10 +39,64 @@ class AbstractExpansion(eqx.Module):
     def own(self) -> Sequence[Pair]:
         """Pairs of which row j belongs to estimate j."""
 
-    def changes(self, other: Int[Array, " m"]) -> Sequence[Pair] | None:
+    @abc.abstractmethod
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        """An unbiased estimate of the covariance of the quantity in two estimates, from
+        those that are `valid`."""
+
+
+class Independent(AbstractExpansion):
+    """`own_pair` has what is sampled of a remainder, by independent probes."""
+
+    shared: Pair
+    own_pair: Pair
+    products: Inexact[Array, "p n"]
+    shift: float = 0.0
+
+    def own(self) -> Sequence[Pair]:
+        return [self.own_pair]
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        return 0.0
+
+
+class AbstractLeaveOneOut(AbstractExpansion):
+    """Estimates with a common basis, each without its own probe."""
+
+    @abc.abstractmethod
+    def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
         """Pairs for what estimate j changes by where probe `other[j]` is left out of it
-        as well as its own. None where the estimates are independent."""
-        return None
+        as well as its own."""
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        """See `leave_one_out.sample_covariance`. Meets all pairs of probes, by the
+        distance between their indices around a circle."""
+        m = len(self.own()[0][0])
+        index, count = jnp.arange(m), m if valid is None else jnp.sum(valid)
+        around = jnp.maximum(count, 1)
+
+        def add(distance, total):
+            ahead, behind = (index + distance) % around, (index - distance) % around
+            ours = _rows(quantity, self.changes(ahead))
+            product = ours * _rows(quantity, self.changes(behind))[ahead].conj()
+            # Opposite ones are met twice.
+            weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
+            return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
+
+        zeros = jnp.zeros_like(_rows(quantity, self.own())[0].real)
+        total = jax.lax.fori_loop(1, jnp.asarray(count) // 2 + 1, add, zeros)
+        return total / jnp.maximum(count * (count - 1), 1)
+
+
+def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
+    """What is read of each row of the pairs together."""
+    return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
 
 
 class Reading(eqx.Module):
@@ -68,53 +122,20 @@ def read(
     valid: Bool[Array, " m"] | None = None,
 ) -> Reading:
     """The quantity of the estimates that are `valid`, which are the first ones."""
-
-    def rows(pairs):
-        return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
-
-    own = rows(expansion.own())
-    m = len(own)
-    count = m if valid is None else jnp.sum(valid)
-    common = jnp.sum(rows([expansion.shared]), axis=0)
     ones = jnp.ones_like(expansion.products[0])
+    common = jnp.sum(_rows(quantity, [expansion.shared]), axis=0)
     common = common + expansion.shift * quantity.read(ones, ones)
-    samples = common + own
+    samples = common + _rows(quantity, expansion.own())
     moments = Moments.of(samples, valid)
-    covariance = 0.0
-    if expansion.changes(jnp.arange(m)) is not None:
-        covariance = _covariance(lambda other: rows(expansion.changes(other)), own, count)
-        covariance = _steady(covariance, moments)
-    std_err = moments.std_err(covariance, skewed=quantity.skewed)
-    size = jnp.sum(rows([(expansion.products, expansion.products)]).real, axis=0)
+    covariance = _steady(expansion.covariance(quantity, valid), moments)
+    std_err = moments.std_err(covariance, skewed=not quantity.entrywise)
+    seen = _rows(quantity, [(expansion.products, expansion.products)])
+    magnitude = jnp.sqrt(jnp.sum(seen.real, axis=0))
     kept = samples if samples.ndim == 1 else None
-    return Reading(kept, moments, std_err, jnp.sqrt(size))
+    return Reading(kept, moments, std_err, magnitude)
 
 
-def _covariance(
-    changes: Callable[[Int[Array, " m"]], Inexact[Array, "m ..."]],
-    samples: Inexact[Array, "m ..."],
-    count: Int[Array, ""] | int,
-) -> Real[Array, "*q"]:
-    """That of two samples, without bias: see `leave_one_out.sample_covariance`. All pairs
-    of probes, by the distance between their indices around a circle."""
-    index = jnp.arange(len(samples))
-    around = jnp.maximum(count, 1)
-    weight = (index < count).astype(samples.real.dtype)
-    weight = weight.reshape(-1, *(1,) * (samples.ndim - 1))
-
-    def add(distance, total):
-        ahead, behind = (index + distance) % around, (index - distance) % around
-        product = changes(ahead) * changes(behind)[ahead].conj()
-        # Opposite ones are met twice.
-        twice = jnp.where(2 * distance == count, 1, 2)
-        return total + twice * jnp.sum(weight * product.real, axis=0)
-
-    zeros = jnp.zeros_like(samples[0].real)
-    total = jax.lax.fori_loop(1, jnp.asarray(count) // 2 + 1, add, zeros)
-    return total / jnp.maximum(count * (count - 1), 1)
-
-
-def _steady(covariance: Real[Array, "*q"], moments: Moments) -> Real[Array, "*q"]:
+def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
     """With less noise: that of an entry alone is noisy, and the correlation pooled over
     all entries is wrong where they differ. The pooled one, or if it is larger the mean
     of both, holds for each entry; for a single entry it is the entry's own."""
@@ -125,19 +146,7 @@ def _steady(covariance: Real[Array, "*q"], moments: Moments) -> Real[Array, "*q"
     return jnp.maximum(pooled * variance, (covariance + pooled * variance) / 2)
 
 
-class Independent(AbstractExpansion):
-    """`own_pair` has what is sampled of a remainder, the estimates being independent."""
-
-    shared: Pair
-    own_pair: Pair
-    products: Inexact[Array, "p n"]
-    shift: float = 0.0
-
-    def own(self) -> Sequence[Pair]:
-        return [self.own_pair]
-
-
-class OneSided(AbstractExpansion):
+class OneSided(AbstractLeaveOneOut):
     """Estimate j is, with `P_j = I - s_j s_j*`,
 
         X P_j W* + X s_j (s_j* r_j) omega_j*,
@@ -169,3 +178,42 @@ class OneSided(AbstractExpansion):
         image = self.images[other] - across * self.images
         left = self.lefts[other] + across * self.residuals
         return [(-left / det, image)]
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        if not quantity.entrywise:
+            return super().covariance(quantity, valid)
+        g, det = self.gram, Pairs.of(self.gram).det
+        known = jnp.ones(len(g), bool) if valid is None else valid
+        # Directions that are nearly the same would cancel all digits below.
+        used = two(known) & (det > jnp.finfo(det.dtype).eps ** 0.25)
+        w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
+        # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +
+        # G_ij e_j) (b_j + G_ij conj(e_i)), without an array for each pair of probes.
+        a, b, e = self.images, self.lefts, self.residuals.conj()
+        size, g2 = jnp.abs(a) ** 2, jnp.abs(g) ** 2
+        terms = [
+            (a * b.conj(), w, a.conj() * b),
+            (2 * a, w * g, a.conj() * b * e),
+            (a * e.conj(), w * g**2, a.conj() * e),
+        ]
+        mirrored = [
+            (a.conj() * b.conj(), w * g.conj() ** 2, a * b),
+            (2 * a.conj(), w * g2 * g.conj(), a * b * e),
+            (a.conj() * e.conj(), w * g2**2, a * e),
+        ]
+        if jnp.iscomplexobj(g):
+            terms += mirrored
+        else:
+            both = zip(terms, mirrored, strict=True)
+            terms = [(x, one + other, y) for (x, one, y), (_, other, _) in both]
+        terms += [
+            (-2 * size * b.conj(), w * g.conj(), b),
+            (-2 * size, w * g2, e * b),
+            (-2 * size * e.conj(), w * g2 * g, e),
+        ]
+        alone = -2 * size * b * e * jnp.sum(w * g2, axis=1)[:, None]
+        total = jnp.sum(alone.real, axis=0)
+        total += sum(jnp.sum((x * (mixed @ y)).real, axis=0) for x, mixed, y in terms)
+        return total / jnp.maximum(jnp.sum(used), 1)

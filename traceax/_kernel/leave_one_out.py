@@ -154,11 +154,11 @@ def sample_covariance(
     m = jnp.sum(valid).astype(samples.real.dtype)
     change = samples - pairs
     product = (change * change.T.conj()).real
-    total = jnp.sum(jnp.where(_two(valid), product, 0))
+    total = jnp.sum(jnp.where(two(valid), product, 0))
     return total / jnp.maximum(m * (m - 1), 1)
 
 
-def _two(valid: Bool[Array, " m"]) -> Bool[Array, "m m"]:
+def two(valid: Bool[Array, " m"]) -> Bool[Array, "m m"]:
     """Pairs of two different valid probes."""
     return valid[:, None] & valid & ~jnp.eye(valid.shape[0], dtype=bool)
 
@@ -172,7 +172,7 @@ def jackknife(pairs: Inexact[Array, "m m"], valid: Bool[Array, " m"]) -> Real[Ar
     of Statistics 9, 1981). Infinite for m = 1.
     """
     others = jnp.sum(valid) - 1
-    left_out = jnp.sum(jnp.where(_two(valid), pairs, 0), axis=1)
+    left_out = jnp.sum(jnp.where(two(valid), pairs, 0), axis=1)
     moments = Moments.of(left_out / jnp.maximum(others, 1), valid)
     return jnp.where(others > 0, others * moments.independent_std_err, jnp.inf)
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .expansion import AbstractExpansion, Pair
+from .expansion import AbstractLeaveOneOut, Pair
 from .leave_one_out import LeaveOneOut, Pairs, resphere
 
 
@@ -81,7 +81,7 @@ def two_sided_samples(
     return samples, without
 
 
-class TwoSided(AbstractExpansion):
+class TwoSided(AbstractLeaveOneOut):
     """Estimate j is `A Q P_j Q* + c_j A v_j v_j*`, with `P_j = I - s_j s_j*` and
     `v_j = omega_j - Q P_j w_j`; A Q Q* is shared.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .expansion import AbstractExpansion, OneSided, Pair
+from .expansion import AbstractExpansion, AbstractLeaveOneOut, OneSided, Pair
 from .leave_one_out import LeaveOneOut, Pairs
 
 
@@ -75,7 +75,7 @@ def xnystrace_expansion(
     return _Resphered(*arrays, -shift)
 
 
-class _Resphered(AbstractExpansion):
+class _Resphered(AbstractLeaveOneOut):
     """Estimate j is `B (I - p_j p_j*) B* + c_j |p_j|^-1 B p_j s_j*`, p_j a unit vector.
 
     - `parts`, `directions`: rows `B p_j` and `s_j`.

@@ -184,7 +184,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         streamed = stream(body, reduce, merge, operator, k, execution, width=num_steps)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        low, high, rounding = errors.center[:, 0]
+        low, high, rounding = errors.center[0]
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
