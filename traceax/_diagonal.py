@@ -77,7 +77,8 @@ def diagonal(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    return measure(Diagonal.of, operator, estimator, k, key, execution, throw)
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(Diagonal.of, operator, estimator, **settings)
 
 
 @operator_first
@@ -126,7 +127,8 @@ def leaf_traces(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate traces of leaves.
     """
-    return measure(LeafTraces.of, operator, estimator, k, key, execution, throw)
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(LeafTraces.of, operator, estimator, **settings)
 
 
 def jacobi_preconditioner(

@@ -6,7 +6,7 @@ from jaxtyping import PRNGKeyArray
 from ._adaptive import Adaptive
 from ._checks import check_instance, check_operator
 from ._estimator.base import AbstractTraceEstimator, Measurement
-from ._execution import AbstractExecution
+from ._execution import AbstractExecution, Local
 from ._quantity import AbstractQuantity
 from ._solution import Solution
 from ._solve import solve
@@ -16,12 +16,28 @@ def measure(
     quantity: Callable[[lx.AbstractLinearOperator], AbstractQuantity],
     operator: lx.AbstractLinearOperator,
     estimator: AbstractTraceEstimator,
+    *,
     k: int | Adaptive,
-    key: PRNGKeyArray | None,
-    execution: AbstractExecution,
-    throw: bool,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
 ) -> Solution:
-    """The public call for a quantity of an operator."""
+    """Estimate any quantity, as [`traceax.trace`][] does the trace.
+
+    **Arguments:**
+
+    - `quantity`: a function of the operator, checked, to an `AbstractQuantity`.
+    - the others: as for [`traceax.trace`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose value is what the quantity presents.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate this quantity.
+    """
     check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
     check_operator(operator)
     task = Measurement(estimator=estimator, quantity=quantity(operator))

@@ -59,7 +59,8 @@ def frobenius_norm(
     estimate norms.
     """
     quantity = lambda _: FrobeniusNorm()  # noqa: E731
-    return measure(quantity, operator, estimator, k, key, execution, throw)
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(quantity, operator, estimator, **settings)
 
 
 @operator_first
@@ -108,4 +109,5 @@ def row_norms(
 
     Errors as [`traceax.frobenius_norm`][].
     """
-    return measure(RowNorms.of, operator, estimator, k, key, execution, throw)
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(RowNorms.of, operator, estimator, **settings)

@@ -152,7 +152,12 @@ def draw_for(
     return probes.astype(operator.precision).astype(operator.dtype)
 
 
-def check_resphering(sampler: AbstractSampler, improved: bool) -> None:
+def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
+    """Whether probes are resphered; None does where it can be done."""
+    return sampler.rotation_invariant if improved is None else improved
+
+
+def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
     if improved and not sampler.rotation_invariant:
         raise ValueError(
             f"`improved=True` (resphering) needs a rotation-invariant `sampler`. Found "

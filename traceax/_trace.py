@@ -80,4 +80,5 @@ def trace(
         semidefinite tag is wrong.
     """
     quantity = lambda _: Trace()  # noqa: E731
-    return measure(quantity, operator, estimator, k, key, execution, throw)
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(quantity, operator, estimator, **settings)

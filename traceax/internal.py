@@ -16,11 +16,26 @@ from ._gradient import (
     SolvedFrame as SolvedFrame,
 )
 from ._kernel.dense import eigh as eigh, qr as qr, svd as svd, thin_svd as thin_svd
+from ._kernel.expansion import (
+    AbstractExpansion as AbstractExpansion,
+    AbstractLeaveOneOut as AbstractLeaveOneOut,
+    Independent as Independent,
+    OneSided as OneSided,
+)
 from ._kernel.lanczos import block_lanczos as block_lanczos, lanczos as lanczos
 from ._matfun.quadratic_form import (
     lanczos_form as lanczos_form,
     QuadraticForm as QuadraticForm,
 )
+from ._measure import measure as measure
 from ._moments import Moments as Moments
+from ._quantity import (
+    AbstractQuantity as AbstractQuantity,
+    Diagonal as Diagonal,
+    FrobeniusNorm as FrobeniusNorm,
+    LeafTraces as LeafTraces,
+    RowNorms as RowNorms,
+    Trace as Trace,
+)
 from ._sampler import draw_for as draw_for
 from ._solution import Estimate as Estimate, failure as failure

@@ -16,8 +16,8 @@ from .sketch import AbstractSketchEstimator, Sketch
 
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
-    """A sketch estimator that can also add probes in rounds, in buffers for the largest
-    budget, until [`traceax.Adaptive`][] has enough.
+    """A sketch estimator that can add probes in rounds, in buffers for the largest
+    budget, until [`traceax.Adaptive`][] has enough. A fixed budget is one round.
 
     !!! Example
 

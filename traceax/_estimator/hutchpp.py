@@ -9,9 +9,16 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr
+from .._kernel.expansion import Independent
 from .._kernel.growth import extend, put, put_rows, remove, rescale
+from .._kernel.leave_one_out import resphering
 from .._moments import Moments
-from .._sampler import AbstractSampler, RademacherSampler
+from .._sampler import (
+    AbstractSampler,
+    check_resphering,
+    is_resphered,
+    SphereSampler,
+)
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -20,7 +27,8 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     r"""Hutch++: the trace of $A$ on a sketched range exactly, the rest by Hutchinson.
 
     With $Q$ an orthonormal basis of $A \Omega$ for $m = \lfloor k/3 \rfloor$ probes and
-    $G$ the other $g = k - 2m$ probes with their part in $Q$ removed,
+    $G$ the other $g = k - 2m$ probes with their part in $Q$ removed, and scaled to the
+    length $\sqrt{n - m}$ that is left in the mean,
     $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. Any square operator; the
     samples are independent given $Q$, so the standard error is that of a mean of `g`.
 
@@ -58,9 +66,13 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         ```
     """
 
-    sampler: AbstractSampler = RademacherSampler()
+    sampler: AbstractSampler = SphereSampler()
+    improved: bool | None = None
     min_matvecs: ClassVar[int] = 3
     semidefinite: ClassVar[bool] = False
+
+    def __check_init__(self):
+        check_resphering(self.sampler, self.improved)
 
     def num_probes(self, k: int) -> int:
         return k - k // 3
@@ -74,13 +86,16 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         m = k // 3
         g = k - 2 * m
+        resphered = is_resphered(self.sampler, self.improved)
         products, scale = normalise(matmat(probes[:, :m]))
         basis, _ = qr(products)
         rest = probes[:, m:]
         rest = rest - basis @ (basis.conj().T @ rest)
+        rest = rest * resphering(probes[:, m:], rest, m, resphered) ** 0.5
         # Algorithm 1 of the paper: both traces from one more block of products.
         directions = jnp.concatenate([basis, rest], axis=1)
-        forms = jnp.sum(directions.conj() * matmat(directions), axis=0) / scale
+        images = matmat(directions) / scale
+        forms = jnp.sum(directions.conj() * images, axis=0)
         samples = jnp.sum(forms[:m]) + forms[m:]
         left = jnp.concatenate([basis, rest / g], axis=1)
         return Sketch(
@@ -90,6 +105,11 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             num_matvecs=k,
             scale=scale,
             magnitude=jnp.linalg.norm(products) / m**0.5,
+            expansion=lambda: Independent(
+                shared=(basis.T, images[:, :m].T),
+                own_pair=(rest.T, images[:, m:].T),
+                products=products.T / m**0.5,
+            ),
         )
 
     def probes_in_round(self, k: int) -> int:
@@ -121,6 +141,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         k: Adaptive,
     ) -> "_State":
         b = probes.shape[1] // 2
+        resphered = is_resphered(self.sampler, self.improved)
 
         def deflate(state):
             chosen = probes[:, :b]
@@ -151,6 +172,8 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
         def sample(state):
             rest, _ = remove(state.basis, probes, state.blocks, b)
+            rank = jnp.sum(jnp.abs(state.basis) ** 2)
+            rest = rest * resphering(probes, rest, rank, resphered) ** 0.5
             forms = jnp.sum(rest.conj() * matmat(rest), axis=0) / state.scale
             return dataclasses.replace(
                 state,
@@ -197,5 +220,13 @@ class _State(eqx.Module):
 
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
-- `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+- `sampler`: distribution of the probes. Default is [`traceax.SphereSampler`][]. Where the
+    diagonal outweighs the rest, [`traceax.RademacherSampler`][] is better.
+- `improved`: whether to rescale the part of each probe outside the basis to the length
+    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. Default
+    is `None`: if the sampler is rotation invariant, as it has to be.
+
+**Raises:**
+
+`ValueError` for `improved=True` with a sampler that is not rotation invariant.
 """

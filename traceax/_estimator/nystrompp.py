@@ -10,9 +10,15 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr
 from .._kernel.growth import put, put_rows, remove
+from .._kernel.leave_one_out import resphering
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._moments import Moments
-from .._sampler import AbstractSampler, RademacherSampler
+from .._sampler import (
+    AbstractSampler,
+    check_resphering,
+    is_resphered,
+    SphereSampler,
+)
 from .growing import AbstractGrowingEstimator
 from .sketch import Sketch
 
@@ -22,7 +28,9 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
 
     Half of the products make a Nystrom approximation $\hat A$, the other
     $g = k - \lfloor k/2 \rfloor$ estimate the trace of $A - \hat A$:
-    $\mathrm{tr}(\hat A) + \frac{1}{g} \sum_j \omega_j^* (A - \hat A) \omega_j$. Positive
+    $\mathrm{tr}(\hat A) + \frac{1}{g} \sum_j \omega_j^* (A - \hat A) \omega_j$, each
+    probe scaled so that its part outside the span of the approximation's has the length
+    that it has in the mean. Positive
     or negative semidefinite operators only. Its samples are independent given
     $\hat A$, and all products can be made in one pass over the operator.
 
@@ -61,9 +69,13 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         ```
     """
 
-    sampler: AbstractSampler = RademacherSampler()
+    sampler: AbstractSampler = SphereSampler()
+    improved: bool | None = None
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = True
+
+    def __check_init__(self):
+        check_resphering(self.sampler, self.improved)
 
     def num_probes(self, k: int) -> int:
         return k
@@ -77,6 +89,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         n, m = probes.shape[0], k // 2
         g = k - m
+        resphered = is_resphered(self.sampler, self.improved)
         basis, _, _ = orthonormalise(probes[:, :m])
         rest = probes[:, m:]
         products, scale = normalise(matmat(jnp.concatenate([basis, rest], axis=1)))
@@ -84,12 +97,15 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         inside = jnp.sum(jnp.abs(approximation.factor.conj().T @ rest) ** 2, axis=0)
         forms = jnp.sum(rest.conj() * products[:, m:], axis=0)
         norms = jnp.sum(jnp.abs(rest) ** 2, axis=0)
-        # The approximation is one of A + shift I.
-        samples = jnp.sum(jnp.abs(approximation.factor) ** 2) + forms - inside
-        samples = samples + approximation.shift * (norms - n)
+        # The approximation is one of A + shift I, and exact on the basis.
+        shift, unseen = approximation.shift, rest - basis @ (basis.conj().T @ rest)
+        remainder = forms - inside + shift * norms
+        remainder = remainder * resphering(rest, unseen, m, resphered)
+        samples = jnp.sum(jnp.abs(approximation.factor) ** 2) - shift * n + remainder
         # The frame is that of Hutch++ on the same products.
         span, _ = qr(products[:, :m])
         outside = rest - span @ (span.conj().T @ rest)
+        outside = outside * resphering(rest, outside, m, resphered) ** 0.5
         left = jnp.concatenate([span, outside / g], axis=1)
         right = jnp.concatenate([span, outside], axis=1)
         return Sketch(
@@ -129,6 +145,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         k: Adaptive,
     ) -> "_State":
         n, b = probes.shape
+        resphered = is_resphered(self.sampler, self.improved)
 
         def deflate(state):
             nystrom, _ = state.nystrom.grow(matmat, probes, rounds, eps)
@@ -154,12 +171,17 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             # B = (q r + shift Q) W*
             nystrom, shift = state.nystrom, state.shift
             outside, image = remove(nystrom.q, probes, state.blocks, b)
-            _, inside = remove(nystrom.basis, probes, state.blocks, b)
+            unseen, inside = remove(nystrom.basis, probes, state.blocks, b)
+            rank = jnp.sum(jnp.abs(nystrom.basis) ** 2)
+            factor = resphering(probes, unseen, rank, resphered)
             inside = nystrom.r.conj().T @ image + shift * inside
             inside = jnp.sum(jnp.abs(state.whitener @ inside) ** 2, axis=0)
             forms = jnp.sum(probes.conj() * matmat(probes), axis=0) / nystrom.scale
             norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
-            samples = state.trace + forms - inside + shift * (norms - n)
+            samples = state.trace - shift * n + factor * (forms - inside + shift * norms)
+            used = jnp.arange(nystrom.q.shape[1]) < state.blocks * b
+            rank = jnp.sum(jnp.abs(nystrom.q) ** 2, axis=0) @ used.astype(norms.dtype)
+            outside = outside * resphering(probes, outside, rank, resphered) ** 0.5
             nystrom = dataclasses.replace(nystrom, q=put(nystrom.q, outside, rounds))
             samples = put_rows(state.samples[:, None], samples[:, None], rounds)[:, 0]
             return dataclasses.replace(state, nystrom=nystrom, samples=samples)
@@ -203,5 +225,13 @@ class _State(eqx.Module):
 
 NystromPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
-- `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+- `sampler`: distribution of the probes. Default is [`traceax.SphereSampler`][]. Where the
+    diagonal outweighs the rest, [`traceax.RademacherSampler`][] is better.
+- `improved`: whether to rescale the part of each probe outside the basis to the length
+    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. Default
+    is `None`: if the sampler is rotation invariant, as it has to be.
+
+**Raises:**
+
+`ValueError` for `improved=True` with a sampler that is not rotation invariant.
 """

@@ -90,7 +90,7 @@ class Pairs(eqx.Module):
 
 def resphere(
     n: int,
-    rank: Int[Array, "..."],
+    rank: Int[Array, "..."] | Real[Array, ""] | int,
     norm_squared: Real[Array, "..."],
     inside_squared: Real[Array, "..."],
 ) -> Real[Array, "..."]:
@@ -100,6 +100,21 @@ def resphere(
     outside = norm_squared - inside_squared
     safe = outside > jnp.finfo(norm_squared.dtype).eps * norm_squared
     return jnp.where(safe, (n - rank) / jnp.where(safe, outside, 1), 1)
+
+
+def resphering(
+    probes: Inexact[Array, "n m"],
+    outside: Inexact[Array, "n m"],
+    rank: Real[Array, ""] | int,
+    wanted: bool,
+) -> Real[Array, " m"]:
+    """The factor of `resphere` for probes whose part `outside` a space is known, or 1
+    where it is not `wanted`."""
+    norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
+    if not wanted:
+        return jnp.ones_like(norms)
+    inside = norms - jnp.sum(jnp.abs(outside) ** 2, axis=0)
+    return resphere(len(probes), rank, norms, inside)
 
 
 def leave_one_out_frame(
