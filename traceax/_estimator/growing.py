@@ -131,7 +131,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         def assess(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
-            seen = self._read(quantity, sketch)
+            seen = self._read(quantity, sketch, flat.size)
             value = sign * sketch.scale * seen.moments.mean
             value, std_err = quantity.present(value, sketch.scale * seen.std_err)
             count = seen.moments.count

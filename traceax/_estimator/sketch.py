@@ -1,4 +1,5 @@
 import abc
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -55,6 +56,7 @@ class Sketch(eqx.Module):
     - `extra`: entries for `Solution.stats`.
     - `expansion`: makes the estimates of the whole operator, as many as there are
         samples, of which linear quantities are read; `None` for the trace alone.
+    - `noise`: an error of the trace that the samples do not show, spread over all rows.
     """
 
     samples: Inexact[Array, " m"] | None
@@ -67,6 +69,7 @@ class Sketch(eqx.Module):
     valid: Bool[Array, " m"] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     expansion: Callable[[], AbstractExpansion] | None = None
+    noise: Real[Array, ""] | float = 0.0
 
 
 class AbstractSketchEstimator(AbstractTraceEstimator):
@@ -181,7 +184,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
-                seen = self._read(quantity, sketch)
+                seen = self._read(quantity, sketch, flat.size)
             value = (sketch.scale * seen.moments.mean).astype(flat.dtype)
         if isinstance(k, Adaptive):
             shape = (k.num_rounds, -1, flat.size)
@@ -215,8 +218,14 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
             num_samples=seen.moments.count,
         )
 
-    def _read(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
+    def _read(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:
         """The quantity, in units of the sketch."""
+        seen = self._read_samples(quantity, sketch)
+        ones = jnp.ones(n, seen.moments.unit.dtype)
+        noise = sketch.noise * jnp.sqrt(quantity.read(ones, ones) / n)
+        return dataclasses.replace(seen, std_err=jnp.hypot(seen.std_err, noise))
+
+    def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
         if isinstance(quantity, Trace) and sketch.samples is not None:
             assert sketch.std_err is not None
             moments = Moments.of(sketch.samples, sketch.valid)

@@ -108,13 +108,14 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         std_err, extra = standard_errors(samples, without)
         return Sketch(
             samples,
-            jnp.hypot(std_err, _inexact(m, shift)),
+            std_err,
             frame,
             num_matvecs=k,
             scale=scale,
             semidefinite=approximation.semidefinite,
             extra=extra,
             expansion=expansion,
+            noise=_inexact(m, shift),
         )
 
     def probes_in_round(self, k: int) -> int:
@@ -173,7 +174,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         )
         return Sketch(
             samples,
-            jnp.hypot(std_err, _inexact(count, shift)),
+            std_err,
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=count,
             scale=nystrom.scale,
@@ -181,6 +182,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             valid=valid,
             extra=extra,
             expansion=expansion,
+            noise=_inexact(count, shift),
         )
 
 
