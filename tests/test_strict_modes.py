@@ -102,6 +102,13 @@ OTHERS = {
     ),
     "nystrom": lambda free, _, key: tx.nystrom_preconditioner(free, 3, key=key),
     "pivoted": lambda _, stored, key: tx.pivoted_cholesky_preconditioner(stored, 3),
+    "preconditioner": lambda free, _, key: (
+        tx.nystrom_preconditioner(free, 3, key=key).logdet
+    ),
+    "diagonal": lambda free, _, key: tx.diagonal(free, k=4, key=key),
+    "leaf_traces": lambda free, _, key: tx.leaf_traces(free, k=4, key=key),
+    "row_norms": lambda free, _, key: tx.row_norms(free, k=4, key=key),
+    "jacobi": lambda free, _, key: tx.jacobi_preconditioner(free, k=4, key=key),
     "function_of": lambda free, _, key: (
         tx.trace(tx.function_of(free, tx.Exp(), 4), k=3, key=key).value
     ),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._adaptive import Adaptive
 from ._checks import operator_first
@@ -184,12 +185,17 @@ def jacobi_preconditioner(
     settings = {"k": k, "key": key, "execution": execution, "throw": throw}
     solution = diagonal(operator, estimator, **settings)
 
+    structure = operator.in_structure()
+    inverse = _inverse(solution.value, solution.std_err, structure)
+    diagonal_operator = lx.DiagonalLinearOperator(inverse)
+    return lx.TaggedLinearOperator(diagonal_operator, lx.positive_semidefinite_tag)
+
+
+@eqx.filter_jit
+def _inverse(value: PyTree, std_err: PyTree, structure: PyTree) -> PyTree[Array]:
     def invert(entry, std_err, leaf):
         size = jnp.maximum(jnp.abs(entry), std_err)
         inverse = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
         return jax.lax.stop_gradient(inverse).astype(leaf.dtype)
 
-    structure = operator.in_structure()
-    inverse = jax.tree.map(invert, solution.value, solution.std_err, structure)
-    diagonal_operator = lx.DiagonalLinearOperator(inverse)
-    return lx.TaggedLinearOperator(diagonal_operator, lx.positive_semidefinite_tag)
+    return jax.tree.map(invert, value, std_err, structure)

@@ -7,9 +7,9 @@ from .._adaptive import Adaptive
 from .._checks import check_operator, check_positive
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
-from .._quantity import AbstractQuantity, Trace
+from .._quantity import AbstractQuantity
 from .._solution import Estimate
-from .base import AbstractTraceEstimator
+from .base import AbstractQuantityEstimator, AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
@@ -63,7 +63,7 @@ def select_trace_estimator(
     return HutchinsonEstimator()
 
 
-class AutoTraceEstimator(AbstractTraceEstimator):
+class AutoTraceEstimator(AbstractQuantityEstimator):
     """Picks an estimator from the operator's tags and the budget, before any product.
 
     The choice is that of [`traceax.select_trace_estimator`][].
@@ -83,15 +83,6 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
 
     def measure(
         self,

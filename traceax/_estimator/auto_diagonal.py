@@ -12,9 +12,9 @@ from .._execution import AbstractExecution
 from .._kernel.expansion import OneSided
 from .._moments import Moments
 from .._operator.diagonal import diagonal_cost
-from .._quantity import AbstractQuantity, Trace
+from .._quantity import AbstractQuantity
 from .._solution import Estimate
-from .base import AbstractTraceEstimator
+from .base import AbstractQuantityEstimator, AbstractTraceEstimator
 from .exact import ExactTraceEstimator
 from .growing import by_round
 from .hutchinson import HutchinsonEstimator
@@ -23,7 +23,7 @@ from .xdiag import XDiagEstimator
 from .xnysdiag import XNysDiagEstimator
 
 
-class AutoDiagonalEstimator(AbstractTraceEstimator):
+class AutoDiagonalEstimator(AbstractQuantityEstimator):
     r"""Picks an estimator of the diagonal from the operator's tags, the budget and, while
     running, from the first products.
 
@@ -57,15 +57,6 @@ class AutoDiagonalEstimator(AbstractTraceEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
 
     def measure(
         self,

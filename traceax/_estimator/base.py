@@ -118,6 +118,41 @@ class AbstractTraceEstimator(eqx.Module):
         return self.estimate(key, operator, k)
 
 
+class AbstractQuantityEstimator(AbstractTraceEstimator):
+    """An estimator that is written for any quantity, of which the trace is one."""
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        return self.measure(Trace(), operator, k, key, execution)
+
+    @abc.abstractmethod
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        """Estimate a quantity.
+
+        **Arguments:**
+
+        - `quantity`: what to read of the estimates of the operator.
+        - the others: as for `run`.
+
+        **Returns:**
+
+        An `Estimate` of `traceax.internal`, whose value has the shape of what the
+        quantity reads.
+        """
+
+
 class Measurement(AbstractTask):
     """An estimator, and what it is to estimate."""
 
@@ -160,7 +195,7 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
     )
 
 
-class AbstractStreamingEstimator(AbstractTraceEstimator):
+class AbstractStreamingEstimator(AbstractQuantityEstimator):
     """An estimator whose samples are independent, one from each probe.
 
     Holds one block of probes of its `sampler` at a time, in the backward pass too, so k
@@ -210,15 +245,6 @@ class AbstractStreamingEstimator(AbstractTraceEstimator):
         of them. Or a scalar of the dtype of `probe`, linear in the product, for the trace
         alone. For norms, `image` must be the product itself.
         """
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
 
     def measure(
         self,

@@ -7,12 +7,12 @@ from .._adaptive import Adaptive, largest_budget
 from .._exact import exact
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
-from .._quantity import AbstractQuantity, Trace
+from .._quantity import AbstractQuantity
 from .._solution import Estimate
-from .base import AbstractTraceEstimator
+from .base import AbstractQuantityEstimator
 
 
-class ExactTraceEstimator(AbstractTraceEstimator):
+class ExactTraceEstimator(AbstractQuantityEstimator):
     """The trace itself, without randomness.
 
     Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
@@ -40,15 +40,6 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
 
     def measure(
         self,

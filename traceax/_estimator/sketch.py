@@ -19,7 +19,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
-from .base import AbstractTraceEstimator, refusal
+from .base import AbstractQuantityEstimator, refusal
 
 
 class Sketch(eqx.Module):
@@ -72,7 +72,7 @@ class Sketch(eqx.Module):
     noise: Real[Array, ""] | float = 0.0
 
 
-class AbstractSketchEstimator(AbstractTraceEstimator):
+class AbstractSketchEstimator(AbstractQuantityEstimator):
     """An estimator that takes its probes together. Holds arrays of shape `(n, m)`.
 
     !!! Example
@@ -148,15 +148,6 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
         A [`traceax.Sketch`][].
         """
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
 
     def measure(
         self,

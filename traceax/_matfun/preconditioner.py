@@ -135,6 +135,12 @@ class AbstractPreconditioner(eqx.Module):
         return FlatOperator(fn, operator.size, operator.dtype, operator.precision)
 
 
+@eqx.filter_jit
+def _log_determinant(values: Array, shift: Array, size: int) -> Array:
+    shift = jax.lax.stop_gradient(shift)
+    return size * jnp.log(shift) + jnp.sum(jnp.log1p(values / shift))
+
+
 class Preconditioner(AbstractPreconditioner):
     """$P = \\hat A + \\sigma I$, $\\hat A$ a Nystrom approximation of $A - \\sigma I$:
     for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
@@ -186,9 +192,7 @@ class Preconditioner(AbstractPreconditioner):
     @property
     def logdet(self) -> Real[Array, ""]:
         """$\\log\\det P$, exactly, by the matrix determinant lemma."""
-        shift = jax.lax.stop_gradient(self.shift)
-        rest = self.size * jnp.log(shift)
-        return rest + jnp.sum(jnp.log1p(self.values / shift))
+        return _log_determinant(self.values, self.shift, self.size)
 
     @property
     def size(self) -> int:
