@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 from ._adaptive import Adaptive
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
-from ._moments import Moments
 from ._quantity import AbstractQuantity, Trace
 from ._solution import failure, RESULTS
 
@@ -271,8 +270,8 @@ def stream(
     `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
     `merge` makes one summary of several that are stacked. A summary of no samples is all
     zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. How accurate an adaptive budget is so far is told in the form
-    that the `quantity` has for users.
+    than the execution takes. How accurate an adaptive budget is so far is told in the
+    form that the `quantity` has for users.
     """
     if not isinstance(k, Adaptive) and not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)

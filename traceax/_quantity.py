@@ -157,7 +157,7 @@ def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
-    positive = value > 0
+    positive = ~(value <= 0)
     safe = jnp.where(positive, value, 1)
     root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
     std_err = jnp.where(positive, std_err / safe * root / power, std_err)

@@ -82,7 +82,8 @@ def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Ar
 @_undifferentiable.defjvp
 def _undifferentiable_rule(primals, tangents):
     value, where = primals
-    return value, jnp.where(where, jnp.nan, tangents[0])
+    # A factor: in reverse mode the choice of a constant would be one of no derivative.
+    return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 
 def schatten_norm(
@@ -100,9 +101,9 @@ def schatten_norm(
     for its singular values $\\sigma_i$, from products with vectors.
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm; for `p < 1` it is a quasi-norm.
-    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or that of $A A^*$ if it
-    is smaller, is estimated by Golub-Kahan, which sees singular values down to the
-    roundoff of the largest, and not to its root; the estimate is unbiased for this sum
+    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or that of $A A^*$ if
+    it is smaller, is estimated by Golub-Kahan. It sees singular values down to the
+    roundoff of the largest, and not to its root. The estimate is unbiased for this sum
     but for the quadrature error.
 
     !!! Example
@@ -139,8 +140,8 @@ def schatten_norm(
 
     A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
     products with the operator and as many with its transpose. `std_err` is the sampling
-    error. `stats["samples"]` are those of the sum of powers, and so are, where `p < 4` and
-    not 2, the entries `"bracket"` and `"sample_brackets"`, which tell the quadrature
+    error. `stats["samples"]` are those of the sum of powers, and so are, where `p < 4`
+    and not 2, the entries `"bracket"` and `"sample_brackets"`, which tell the quadrature
     error; `"ritz_values"` are the smallest and the largest singular value seen.
 
     Derivatives in the operator's arrays are those of the estimate: of the sum of powers

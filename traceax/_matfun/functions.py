@@ -216,6 +216,9 @@ class SingularPower(AbstractSpectralFunction):
     singular_at_zero: ClassVar[bool] = False
     nonnegative: ClassVar[bool] = True
 
+    def __init__(self, exponent: float):
+        self.exponent = exponent
+
     @property
     def bracketed(self) -> bool:  # pyright: ignore
         return self.exponent < 4 and self.exponent != 2

@@ -171,9 +171,9 @@ def golub_kahan_form(
     eps: float,
 ) -> QuadraticForm:
     """For `f((A* A)^(1/2))` and any A with at least as many rows as columns: nodes are
-    singular values of the bidiagonal B, and `gradient` is `U f'(S) V* z` for `A = U S V*`;
-    for the logarithm `A^(-*) z`. A* A is never formed. Here `function.bracketed` is of
-    `f(sqrt x)`."""
+    singular values of the bidiagonal B, and `gradient` is `U f'(S) V* z` for
+    `A = U S V*`; for the logarithm `A^(-*) z`. A* A is never formed. Here
+    `function.bracketed` is of `f(sqrt x)`."""
     run = golub_kahan(mv, adjoint_mv, probe, num_steps, window=window, eps=eps)
     square = run.norm**2
 
