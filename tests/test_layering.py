@@ -32,7 +32,7 @@ LEVELS = [
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto* plot",
     "_measure",
-    "_trace _trace_of_function _logdet _diagonal _norms",
+    "_trace _trace_of_function _logdet _diagonal _norms _schatten",
     "_dynamic internal",
     "__init__",
 ]

@@ -99,6 +99,7 @@ from ._sampler import (
     SphereSampler as SphereSampler,
     SteinhausSampler as SteinhausSampler,
 )
+from ._schatten import schatten_norm as schatten_norm
 from ._sharded import Sharded as Sharded
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._trace import trace as trace

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
 
-from ._flat import check_square, dtypes, hermitian_tag
+from ._flat import check_spaces, check_square, dtypes, hermitian_tag
 
 
 _P = ParamSpec("_P")
@@ -36,9 +36,9 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-def check_operator(operator: Any) -> None:
+def check_operator(operator: Any, *, square: bool = True) -> None:
     if isinstance(operator, lx.AbstractLinearOperator):
-        return check_square(operator)
+        return check_square(operator) if square else check_spaces(operator)
     if eqx.is_array_like(operator):
         fix = "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
     elif callable(operator):

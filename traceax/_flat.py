@@ -60,13 +60,14 @@ class _Product(eqx.Module):
 
 
 class FlatOperator(eqx.Module):
-    """A square linear operator seen as a map of flat vectors of one dtype.
+    """A linear operator seen as a map of flat vectors of one dtype; square, unless the
+    caller says otherwise.
 
     The product is traced once, when the object is made (after `lineax.linearise`, so
     that what does not depend on the vector is computed once). Arrays that the operator
     closes over are leaves here, so that derivatives with respect to them are seen.
 
-    - `size`: n.
+    - `size`: n, the length of the vectors that it is applied to.
     - `dtype`: of the vectors in and out: the operator's, but at least float32.
     - `precision`: the coarsest dtype that a product passes through.
     """
@@ -93,11 +94,12 @@ class FlatOperator(eqx.Module):
         arrays, static = eqx.partition(self, eqx.is_array)
         return eqx.combine(jax.lax.stop_gradient(arrays), static)
 
-    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         return self.fn(vector)
 
-    def adjoint_mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        (product,) = jax.linear_transpose(self.fn, vector)(vector.conj())
+    def adjoint_mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " n"]:
+        like = jax.ShapeDtypeStruct((self.size,), self.dtype)
+        (product,) = jax.linear_transpose(self.fn, like)(vector.conj())
         return product.conj()
 
 
@@ -114,8 +116,15 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
             f"in_structure()={structure_in} and out_structure()={structure_out}. "
             "For a rectangular operator J take the trace of `J.T @ J`."
         )
-    if operator.in_size() == 0:
+    check_spaces(operator)
+
+
+def check_spaces(operator: lx.AbstractLinearOperator) -> None:
+    """Raise unless the operator maps a space of real or of complex vectors to such a
+    space of the same kind."""
+    if 0 in (operator.in_size(), operator.out_size()):
         raise ValueError("`operator` must have at least one row. Found size 0.")
+    structure_in, structure_out = operator.in_structure(), operator.out_structure()
     leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
     dtypes = {leaf.dtype for leaf in leaves}
     kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}

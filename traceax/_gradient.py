@@ -2,7 +2,8 @@
 
 An estimate picks its coefficients from factorisations of the products. Those are never
 differentiated. Beside its value an estimator gives a *frame*: arrays `L, R` of shape
-(n, p), made from the probes and products, with
+(n, p), or for an operator of shape (m, n) of shapes (m, p) and (n, p), made from the
+probes and products, with
 
     E[ sum(conj(L) * (dA R)) ] = d value    for every direction dA,
 
@@ -40,7 +41,7 @@ class AbstractFrame(eqx.Module):
     linear: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
-    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
+    def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
         """L.
 
         **Arguments:**
@@ -50,25 +51,25 @@ class AbstractFrame(eqx.Module):
 
         **Returns:**
 
-        An array of shape `(n, p)`, the counterpart of `right`.
+        An array of shape `(m, p)`, the counterpart of `right`.
         """
 
 
 class Frame(AbstractFrame):
-    constant: Inexact[Array, "n p"]
+    constant: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = True
 
-    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
+    def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
         return self.constant
 
 
 class FirstOrderFrame(AbstractFrame):
-    approximation: Inexact[Array, "n p"]
+    approximation: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = False
 
-    def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
+    def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
         return _refuse_second(operator, self.approximation)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 from ._adaptive import Adaptive
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
-from ._moments import Moments
+from ._quantity import AbstractQuantity, Trace
 from ._solution import failure, RESULTS
 
 
@@ -234,11 +234,6 @@ def _zeros(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def assess_scalar(moments: Moments, size: Callable[[Array], Array]) -> Assessment:
-    """That of a mean of scalars, whose `size` is that of the budget."""
-    return Assessment(moments.mean, moments.std_err(), moments.count)
-
-
 class Streamed(eqx.Module):
     """What `stream` has made of independent samples.
 
@@ -267,7 +262,7 @@ def stream(
     width: int = 1,
     *,
     keep: bool = True,
-    assess: Callable[[Moments, Callable], Assessment] = assess_scalar,
+    quantity: AbstractQuantity = Trace(),
 ) -> Streamed:
     """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
     and what comes with it.
@@ -275,8 +270,8 @@ def stream(
     `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
     `merge` makes one summary of several that are stacked. A summary of no samples is all
     zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. `assess` says how accurate an adaptive budget is so far, in
-    the size that the budget gives to values.
+    than the execution takes. How accurate an adaptive budget is so far is told in the
+    form that the `quantity` has for users.
     """
     if not isinstance(k, Adaptive) and not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)
@@ -313,8 +308,14 @@ def stream(
         outs if keep else (None, ()),
     )
     none = _zeros(jax.eval_shape(merge, parts))
-    seen = lambda buffers, _: assess(buffers[1][0], k.size)  # noqa: E731
-    loop = iterate(k, step, seen, (kept, none), independent=True)
+
+    def assess(buffers, _):
+        moments = buffers[1][0]
+        std_err = moments.std_err(skewed=not quantity.entrywise)
+        value, std_err = quantity.present(moments.mean, std_err)
+        return Assessment(k.size(value), k.size(std_err), moments.count)
+
+    loop = iterate(k, step, assess, (kept, none), independent=True)
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 

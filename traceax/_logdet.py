@@ -12,7 +12,7 @@ from ._adaptive import Adaptive, largest_budget
 from ._checks import check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
 from ._flat import flatten
-from ._matfun.all_eigenvalues import exact_log_abs_det, exact_trace_of_function
+from ._matfun.all_eigenvalues import exact_over_singular_values, exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -39,7 +39,9 @@ class _LogDet(AbstractFunctionTask):
             return _from_structure(determinant)
         sign, definite = _definite(operator)
         if definite is None:
-            return exact_log_abs_det(flatten(operator), self.gradient, execution)
+            return exact_over_singular_values(
+                flatten(operator), Log(), self.gradient, execution
+            )
         flat = flatten(definite)
         estimate = exact_trace_of_function(flat, Log(), self.gradient, execution)
         return _with_stats(estimate, sign=sign)
@@ -60,7 +62,7 @@ class _LogDet(AbstractFunctionTask):
         if definite is None:
             assert isinstance(self.estimator, SLQEstimator)
             flat = flatten(operator)
-            return self.estimator.run_log_abs(flat, self.gradient, **settings)
+            return self.estimator.run_singular(flat, Log(), self.gradient, **settings)
         flat, outer = flatten(definite), self.preconditioner
         if outer is None:
             estimate = self.estimator.run(flat, Log(), self.gradient, **settings)

@@ -12,6 +12,7 @@ import math
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
@@ -98,7 +99,7 @@ class RowNorms(_Structured):
     linear: ClassVar[bool] = False
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return jnp.abs(image) ** 2
+        return _noticed((image * image.conj()).real, image != 0)
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         root, std_err = _root(value, std_err)
@@ -123,15 +124,42 @@ class FrobeniusNorm(AbstractQuantity):
     linear: ClassVar[bool] = False
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return jnp.vdot(image, image, precision="highest").real
+        square = jnp.vdot(image, image, precision="highest").real
+        return _noticed(square, jnp.any(image != 0))
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err)
 
 
-def _root(value: Array, std_err: Array) -> tuple[Array, Array]:
-    """The root of a square, whose error is less by the derivative."""
-    positive = value > 0
-    root = jnp.sqrt(jnp.where(positive, value, 1))
-    std_err = jnp.where(positive, std_err / (2 * root), std_err)
-    return jnp.where(positive, root, 0), std_err
+class SchattenNorm(AbstractQuantity):
+    """`(tr |A|^p)^(1/p)`, from pairs for `|A|^p`."""
+
+    power: float = eqx.field(static=True)
+    linear: ClassVar[bool] = False
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return jnp.vdot(left, image, precision="highest").real
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return _root(value, std_err, self.power)
+
+
+def _noticed(square: Array, nonzero: Array) -> Array:
+    """A square, as the smallest normal number where it is less without being zero, so
+    that what underflows is not taken for zero."""
+    smallest = jnp.finfo(square.dtype).tiny
+    lost = nonzero & (square < smallest)
+    return square + jax.lax.stop_gradient(jnp.where(lost, smallest, 0))
+
+
+def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
+    """The root of a power, whose error is less by the derivative. Infinite, as what
+    overflows, where underflow has left no correct digit."""
+    limits = jnp.finfo(value.dtype)
+    largest = jnp.max(value)
+    lost = (largest > 0) & (largest < limits.tiny / limits.eps)
+    positive = ~(value <= 0)
+    safe = jnp.where(positive, value, 1)
+    root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
+    std_err = jnp.where(positive, std_err / safe * root / power, std_err)
+    return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

@@ -16,7 +16,8 @@ Likely causes:
 (b) the operator's function overflows or divides by zero for the probe vectors, which
     have entries of size one: try `operator.mv` on a vector of ones; or
 
-(c) the trace itself is too large for the dtype: scale the operator or use a wider one.
+(c) the trace itself is too large for the dtype, or the power of a norm from which that is
+    made is too large or too small: scale the operator or use a wider dtype.
 """.strip()
 
 _not_semidefinite_msg = """

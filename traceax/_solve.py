@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from ._adaptive import Adaptive, largest_budget
-from ._checks import check_flag, check_instance, check_key, check_operator, check_positive
+from ._checks import check_flag, check_instance, check_key, check_positive
 from ._execution import AbstractExecution
 from ._flat import standard_promotion
 from ._quantity import AbstractQuantity
@@ -127,8 +127,8 @@ def solve(
     throw: bool,
 ) -> Solution:
     """The call of an estimator. A budget of n or more is spent on the exact answer,
-    whatever the estimator; an adaptive one, where that turns out to be cheaper."""
-    check_operator(operator)
+    whatever the estimator; an adaptive one, where that turns out to be cheaper. The
+    operator has been checked."""
     check_key(key)
     if not isinstance(k, Adaptive):
         k = check_positive("k", k)
@@ -216,9 +216,10 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     if estimate.rounding > 0:
         size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
         std_err = jnp.hypot(std_err, estimate.rounding * size)
-    finite = failure(~jnp.isfinite(value).all(), RESULTS.nonfinite_product)
-    result = first_failure(estimate.result, finite)
     value, std_err = quantity.present(value, std_err)
+    finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
+    nonfinite = failure(~finite, RESULTS.nonfinite_product)
+    result = first_failure(estimate.result, nonfinite)
     std_err = jax.lax.stop_gradient(std_err)
     stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
     if samples is None:

@@ -9,11 +9,12 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._adaptive import Adaptive
+from .._checks import check_operator
 from .._exact import exact
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator, flatten
 from .._gradient import attach_derivative
-from .._iterate import Assessment, stream
+from .._iterate import stream
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
@@ -107,6 +108,7 @@ class AbstractTraceEstimator(eqx.Module):
         Arguments, errors and numbers are those of [`traceax.trace`][], whose `value` and
         `stats` it returns.
         """
+        check_operator(operator)
         task = Measurement(estimator=self, quantity=Trace())
         solution = solve(task, operator, k=k, key=key, execution=Local(), throw=True)
         return solution.value, solution.stats
@@ -266,16 +268,11 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         def merge(parts):
             return (Moments.merge(parts[0]),)
 
-        def assess(moments, size):
-            std_err = moments.std_err(skewed=not quantity.entrywise)
-            value, std_err = quantity.present(moments.mean, std_err)
-            return Assessment(size(value), size(std_err), moments.count)
-
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
         scalar = eqx.filter_eval_shape(body, flat, jnp.zeros((), int))[0].ndim == 0
         streamed = stream(
-            body, reduce, merge, flat, k, execution, keep=scalar, assess=assess
+            body, reduce, merge, flat, k, execution, keep=scalar, quantity=quantity
         )
         (moments,) = streamed.summary
         return Estimate(

@@ -9,7 +9,8 @@ from .lanczos import dot, orthogonalise, unit
 
 
 class GolubKahan(eqx.Module):
-    """`A V = U B` and `A* U = V B* + r e_s*` with B upper bidiagonal.
+    """`A V = U B` and `A* U = V B* + r e_s*` with B upper bidiagonal, for any A of shape
+    (m, n).
 
     - `diagonal`, `above`: of B; the last of `above` is the norm of r. After a breakdown
         (an invariant subspace) `above` is 0, and `diagonal` repeats its first entry.
@@ -24,7 +25,7 @@ class GolubKahan(eqx.Module):
     above: Real[Array, " s"]
     projected_diagonal: Real[Array, " s"]
     projected_above: Real[Array, " s-1"]
-    left: Inexact[Array, "s n"]
+    left: Inexact[Array, "s m"]
     right: Inexact[Array, "s n"]
     norm: Real[Array, ""]
 
@@ -41,7 +42,6 @@ def golub_kahan(
     """`num_steps` steps of bidiagonalisation, each with one product with A and one with
     its adjoint. `window` and `eps` as for `lanczos`. Golub and Kahan, SIAM J. Numer.
     Anal. 2, 1965; lower-to-upper variant as in Paige and Saunders, ACM TOMS 8, 1982."""
-    n = start.shape[0]
 
     def clean(x, rows, j):
         if window is None:
@@ -75,12 +75,14 @@ def golub_kahan(
         return (vector, left, beta, scale), (lefts, rights, entries.at[j].set(entry))
 
     vector, norm = unit(start)
-    rows = jnp.zeros_like(start, shape=(num_steps, n))
+    rights = jnp.zeros_like(start, shape=(num_steps, start.shape[0]))
+    previous = jnp.zeros_like(start, shape=jax.eval_shape(mv, start).shape)
+    lefts = jnp.zeros_like(start, shape=(num_steps, *previous.shape))
     zeros = jnp.zeros_like(norm, shape=(num_steps, 4))
     zero = jnp.zeros_like(norm)
-    carry = (vector, jnp.zeros_like(vector), zero, zero)
+    carry = (vector, previous, zero, zero)
     _, (lefts, rights, entries) = jax.lax.fori_loop(
-        0, num_steps, step, (carry, (rows, rows, zeros))
+        0, num_steps, step, (carry, (lefts, rights, zeros))
     )
     diagonal, above, projected_diagonal, projected_above = entries.T
     broken = jnp.cumsum(jnp.append(False, above[:-1] == 0)) > 0

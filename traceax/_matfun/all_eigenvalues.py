@@ -10,9 +10,9 @@ from .._flat import FlatOperator
 from .._gradient import AbstractFrame, attach
 from .._kernel.dense import eigh, svd
 from .._solution import Estimate, failure, first_failure, RESULTS
-from .functions import AbstractSpectralFunction, Log
+from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import check_domain, roundoff, slopes_at, values_at
+from .quadratic_form import check_domain, singular_slopes_at, slopes_at, values_at
 
 
 def exact_trace_of_function(
@@ -40,25 +40,29 @@ def exact_trace_of_function(
     return _package(operator, value, frame, execution, result, extra)
 
 
-def exact_log_abs_det(
+def exact_over_singular_values(
     operator: FlatOperator,
+    function: AbstractSpectralFunction,
     gradient: AbstractFunctionGradient,
     execution: AbstractExecution,
 ) -> Estimate:
-    """The sum of the logarithms of the singular values."""
+    """The sum of `function` over the singular values of an operator with at least as many
+    rows as columns."""
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     u, s, vh = svd(execution.matmat(operator.frozen, eye))
-    nodes = jnp.maximum(s, roundoff(s, operator.eps))
-    logs = jnp.log(nodes)
-    value = jnp.sum(logs)
-    left = jnp.matmul(u / nodes, vh, precision="highest")
-    singular = s[-1] <= roundoff(s, operator.eps)
-    result = first_failure(
-        failure(singular, RESULTS.zero_determinant),
-        _check_precision(nodes, logs, 1 / nodes, 0.0),
-    )
-    extra = {"ritz_values": s[jnp.array([-1, 0])], "bracket": jnp.stack([value, value])}
-    frame = gradient.frame(Log(), left, eye, hermitian=False)
+    values = values_at(function, s, operator.eps)
+    value = jnp.sum(values)
+    left = u * singular_slopes_at(function, s, operator.eps)
+    left = jnp.matmul(left, vh, precision="highest")
+    extremes = s[jnp.array([-1, 0])]
+    singular = RESULTS.zero_determinant
+    in_domain = check_domain(function, operator, extremes, value, singular)
+    slopes = slopes_at(function, s, operator.eps)
+    result = first_failure(in_domain, _check_precision(s, values, slopes, 0.0))
+    extra = {"ritz_values": extremes}
+    if function.bracketed:
+        extra["bracket"] = jnp.stack([value, value])
+    frame = gradient.frame(function, left, eye, hermitian=False)
     return _package(operator, value, frame, execution, result, extra)
 
 

@@ -207,6 +207,29 @@ class Power(AbstractSpectralFunction):
         return None
 
 
+class SingularPower(AbstractSpectralFunction):
+    """`s^p` of singular values, for a real p > 0. `bracketed` is of `x^(p/2)`, a function
+    of their squares."""
+
+    exponent: float = eqx.field(static=True)
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = False
+    nonnegative: ClassVar[bool] = True
+
+    def __init__(self, exponent: float):
+        self.exponent = exponent
+
+    @property
+    def bracketed(self) -> bool:  # pyright: ignore
+        return self.exponent < 4 and self.exponent != 2
+
+    def __call__(self, x):
+        return x**self.exponent
+
+    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+        return self.exponent * x ** (self.exponent - 1)
+
+
 class Exp(AbstractSpectralFunction):
     """$\\exp(s x)$, for partition functions, heat kernels and Estrada indices. Domain:
     all reals.

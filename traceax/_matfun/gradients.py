@@ -46,7 +46,7 @@ class AbstractFunctionGradient(eqx.Module):
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "n p"],
+        approximation: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
         hermitian: bool = True,
     ) -> AbstractFrame:
@@ -99,7 +99,7 @@ class LanczosGradient(AbstractFunctionGradient):
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "n p"],
+        approximation: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
         hermitian: bool = True,
     ) -> AbstractFrame:

@@ -21,9 +21,10 @@ class QuadraticForm(eqx.Module):
     """What one probe z tells of a function of A.
 
     - `value`: the Gauss rule for `z* f(A) z`.
-    - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean.
-    - `residual`: of `A gradient` relative to what it should be; for the logarithm that of
-        the solve `A x = z`.
+    - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean;
+        for a function of singular values `U f'(S) V* z`.
+    - `residual`: of `A gradient` (for singular values `A* gradient`) relative to what it
+        should be; for the logarithm that of the solve `A x = z`.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
@@ -31,7 +32,7 @@ class QuadraticForm(eqx.Module):
     """
 
     value: Real[Array, ""]
-    gradient: Inexact[Array, " n"]
+    gradient: Inexact[Array, " m"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
     rounding: Real[Array, ""]
@@ -55,6 +56,17 @@ def slopes_at(
     if not function.semidefinite_domain:
         return function.derivative(nodes)
     return function.derivative(jnp.maximum(nodes, roundoff(nodes, eps)))
+
+
+def singular_slopes_at(
+    function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
+) -> Real[Array, " s"]:
+    """Its derivative at singular values. Where it is defined at 0, which is the least of
+    them, 0 is a subgradient there."""
+    slopes = slopes_at(function, nodes, eps)
+    if function.singular_at_zero:
+        return slopes
+    return jnp.where(nodes > roundoff(nodes, eps), slopes, 0)
 
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
@@ -151,42 +163,47 @@ def golub_kahan_form(
     mv: Callable[[Array], Array],
     adjoint_mv: Callable[[Array], Array],
     probe: Inexact[Array, " n"],
+    function: AbstractSpectralFunction,
     num_steps: int,
     *,
     window: int | None,
     lower_bound: Real[Array, ""] | float | None,
     eps: float,
 ) -> QuadraticForm:
-    """For `log |A| = log(A* A) / 2` and any square A: nodes are singular values of the
-    bidiagonal B, and `gradient` is `A^(-*) z`. A* A is never formed."""
+    """For `f((A* A)^(1/2))` and any A with at least as many rows as columns: nodes are
+    singular values of the bidiagonal B, and `gradient` is `U f'(S) V* z` for
+    `A = U S V*`; for the logarithm `A^(-*) z`. A* A is never formed. Here
+    `function.bracketed` is of `f(sqrt x)`."""
     run = golub_kahan(mv, adjoint_mv, probe, num_steps, window=window, eps=eps)
     square = run.norm**2
 
     def gauss(diagonal, above):
         u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
-        nodes = jnp.maximum(s, roundoff(s, eps))
-        return square * jnp.sum(vh[:, 0] ** 2 * jnp.log(nodes)), (u, s, vh, nodes)
+        values = values_at(function, s, eps)
+        return square * jnp.sum(vh[:, 0] ** 2 * values), (u, s, vh)
 
-    value, (u, s, vh, nodes) = gauss(run.diagonal, run.above[:-1])
+    value, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
     again, _ = gauss(run.projected_diagonal, run.projected_above)
+    bracket = jnp.stack([value, value])
+    if function.bracketed:
+        # Gauss-Radau for B* B, in units of the largest singular value so as not to
+        # overflow.
+        unit_of = jnp.where(s[0] > 0, s[0], 1)
+        diagonal, above = run.diagonal / unit_of, run.above / unit_of
+        alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+        end = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
+        if lower_bound is not None:
+            end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
+        squares, vectors = ritz(*radau(alpha, diagonal * above, end**2))
+        others = jnp.maximum(jnp.sqrt(jnp.maximum(squares.at[0].set(0), 0)), end)
+        other = square * jnp.sum(vectors[0] ** 2 * function(others * unit_of))
+        bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
-    # Gauss-Radau for B* B, in units of the largest singular value so as not to overflow.
-    unit_of = jnp.where(s[0] > 0, s[0], 1)
-    diagonal, above = run.diagonal / unit_of, run.above / unit_of
-    alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-    end = jnp.full_like(unit_of, eps / 8)
-    if lower_bound is not None:
-        end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
-    end = end**2
-    squares, vectors = ritz(*radau(alpha, diagonal * above, end))
-    squares = jnp.maximum(squares.at[0].set(end), end)
-    logs = jnp.log(squares) / 2 + jnp.log(unit_of)
-    other = square * jnp.sum(vectors[0] ** 2 * logs)
-    bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-
-    solution = jnp.matmul(u, vh[:, 0] / nodes, precision="highest")
-    residual = run.above[-1] * jnp.abs(solution[-1])
-    gradient = run.norm * jnp.matmul(solution, run.left, precision="highest")
+    slopes = singular_slopes_at(function, s, eps)
+    slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
+    _, size = unit(vh[:, 0] * slopes * s)
+    residual = run.above[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+    gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
     return QuadraticForm(
         value=value,
         gradient=gradient,

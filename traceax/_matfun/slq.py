@@ -12,10 +12,11 @@ from .._flat import FlatOperator
 from .._gradient import attach, attach_derivative
 from .._iterate import stream
 from .._moments import Moments
+from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, first_failure, RESULTS
 from .base import AbstractFunctionEstimator
-from .functions import AbstractSpectralFunction, Log
+from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import (
     check_domain,
@@ -118,36 +119,38 @@ class SLQEstimator(AbstractFunctionEstimator):
                 eps=flat.eps,
             )
 
-        return self._mean(
-            form, operator, function, gradient, k, num_steps, key, execution, True
-        )
+        settings = k, num_steps, key, execution
+        return self._mean(form, operator, function, gradient, *settings, True, Trace())
 
-    def run_log_abs(
+    def run_singular(
         self,
         operator: FlatOperator,
+        function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
+        quantity: AbstractQuantity = Trace(),
         *,
         k: int | Adaptive,
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """`run` for `log |A|` with any square A, by Golub-Kahan."""
+        """`run` for a function of the singular values of any A with at least as many rows
+        as columns, by Golub-Kahan. The `quantity` is what is made of the trace."""
 
         def form(flat, probe):
             return golub_kahan_form(
                 flat.mv,
                 flat.adjoint_mv,
                 probe,
+                function,
                 num_steps,
                 window=self.window,
                 lower_bound=self.lower_bound,
                 eps=flat.eps,
             )
 
-        return self._mean(
-            form, operator, Log(), gradient, k, num_steps, key, execution, False
-        )
+        settings = k, num_steps, key, execution
+        return self._mean(form, operator, function, gradient, *settings, False, quantity)
 
     def _mean(
         self,
@@ -160,6 +163,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         hermitian: bool,
+        quantity: AbstractQuantity,
     ) -> Estimate:
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])
@@ -181,7 +185,8 @@ class SLQEstimator(AbstractFunctionEstimator):
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
             return Moments.merge(moments), Moments.merge(errors), span(extremes)
 
-        streamed = stream(body, reduce, merge, operator, k, execution, width=num_steps)
+        settings = {"width": num_steps, "quantity": quantity}
+        streamed = stream(body, reduce, merge, operator, k, execution, **settings)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         low, high, rounding = errors.center[0]

@@ -1,0 +1,438 @@
+"""Frobenius norm, norms of rows and Schatten norms: unbiased for their powers, within
+their error bars, and flagged or exact where floating-point numbers end."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian, z_score
+
+
+KEY = jr.key(5)
+N = 24
+NUM_KEYS = 400
+FULL = {"num_steps": N}  # without quadrature error
+
+
+def frobenius(operator, **settings):
+    return tx.frobenius_norm(operator, throw=False, **settings)
+
+
+def rows(operator, **settings):
+    return tx.row_norms(operator, throw=False, **settings)
+
+
+def schatten(p):
+    def norm(operator, **settings):
+        return tx.schatten_norm(operator, p, throw=False, **FULL | settings)
+
+    return norm
+
+
+# Of each: the call, the power of it that is unbiased, and what NumPy says.
+NORMS = {
+    "frobenius": (frobenius, 2, np.linalg.norm),
+    "rows": (rows, 2, lambda a: np.linalg.norm(a, axis=1)),
+    "nuclear": (schatten(1), 1, lambda a: np.linalg.norm(a, "nuc")),
+    "p=0.5": (schatten(0.5), 0.5, lambda a: schatten_of(a, 0.5)),
+    "p=2": (schatten(2), 2, np.linalg.norm),
+    "p=3": (schatten(3), 3, lambda a: schatten_of(a, 3)),
+}
+SOME = ["frobenius", "rows", "nuclear"]
+some = pytest.mark.parametrize("name", SOME)
+
+
+def schatten_of(matrix, p):
+    return np.sum(np.linalg.svd(matrix, compute_uv=False) ** p) ** (1 / p)
+
+
+def general(seed=0, shape=(N, N), dtype=np.float64):
+    generator = np.random.default_rng(seed)
+    matrix = generator.standard_normal(shape)
+    if np.issubdtype(dtype, np.complexfloating):
+        matrix = matrix + 1j * generator.standard_normal(shape)
+    return matrix.astype(dtype)
+
+
+@eqx.filter_jit
+def solve(name, matrix, key=KEY, **settings):
+    return NORMS[name][0](lx.MatrixLinearOperator(matrix), key=key, **settings)
+
+
+@eqx.filter_jit
+def value_and_grad(name, matrix, **settings):
+    """The solution, and the gradient of the sum over its entries."""
+
+    def value(matrix):
+        solution = solve(name, matrix, **settings)
+        return jnp.sum(solution.value), solution
+
+    (_, solution), gradient = jax.value_and_grad(value, has_aux=True)(matrix)
+    return solution, gradient
+
+
+@eqx.filter_jit
+def along_keys(name, matrix, direction):
+    """For many keys and 16 probes: value, standard error, and the derivative along a
+    direction of the power that is unbiased."""
+    norm, power, _ = NORMS[name]
+
+    def one(key):
+        def value(matrix):
+            solution = norm(lx.MatrixLinearOperator(matrix), k=16, key=key)
+            return solution.value, solution.std_err
+
+        value, slope, std_err = jax.jvp(value, (matrix,), (direction,), has_aux=True)
+        return value, std_err, power * value ** (power - 1) * slope
+
+    return jax.lax.map(one, jr.split(jr.key(20261121), NUM_KEYS))
+
+
+@ft.cache
+def seen(name, dtype):
+    shape = (N + 8, N) if name in ("nuclear", "p=3") else (N, N)
+    matrix, direction = general(1, shape, dtype), general(2, shape, dtype)
+    found = along_keys(name, matrix, direction)
+    return matrix, direction, *map(np.asarray, found)
+
+
+REAL_AND_COMPLEX = [
+    *((name, np.float64) for name in NORMS if name != "p=2"),
+    *((name, np.complex128) for name in SOME),
+]
+on_many_keys = pytest.mark.parametrize(("name", "dtype"), REAL_AND_COMPLEX)
+
+
+@on_many_keys
+def test_powers_are_unbiased(name, dtype):
+    """False alarms: 5e-7 for each of 54 numbers."""
+    matrix, _, values, *_ = seen(name, dtype)
+    _, power, reference = NORMS[name]
+    samples = values.reshape(NUM_KEYS, -1) ** power
+    exact = np.atleast_1d(reference(matrix)) ** power
+    worst = max(z_score(x, y) for x, y in zip(samples.T, exact, strict=True))
+    assert worst < 5.1
+
+
+@on_many_keys
+def test_derivatives_of_powers_are_unbiased(name, dtype):
+    """Those of the sum over all entries. False alarms: 5e-7 for each."""
+    matrix, direction, _, _, slopes = seen(name, dtype)
+    _, power, _ = NORMS[name]
+    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    gradient = power * (u * s ** (power - 1)) @ vh
+    exact = np.vdot(gradient, direction).real
+    assert z_score(slopes.reshape(NUM_KEYS, -1).sum(axis=1), exact) < 5.1
+
+
+@on_many_keys
+def test_intervals_cover(name, dtype):
+    """At least 95%, by Student's t with 15 degrees of freedom. Below 90% is 4.6 standard
+    deviations less: false alarms 2e-5 for each."""
+    matrix, _, values, std_errs, _ = seen(name, dtype)
+    covered = np.abs(values - NORMS[name][2](matrix)) < 2.131 * std_errs
+    assert np.mean(covered) > 0.90
+    assert np.all(std_errs > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, np.complex128) for name in NORMS), *((name, np.float32) for name in SOME)],
+)
+def test_exact(name, dtype):
+    matrix = general(3, dtype=dtype)
+    solution = solve(name, matrix, key=None, k=N)
+    rtol = 2e-6 if dtype == np.float32 else 1e-13
+    expected = NORMS[name][2](matrix.astype(np.promote_types(dtype, np.float64)))
+    assert np.allclose(solution.value, expected, rtol=rtol)
+    assert solution.value.dtype == np.finfo(dtype).dtype
+    assert np.all(solution.std_err == 0)
+    assert solution.stats["num_matvecs"] == N
+    assert solution.result == tx.RESULTS.successful
+
+
+def test_one_step_is_the_frobenius_norm():
+    """With the same probes."""
+    matrix = general(4)
+    found = solve("p=2", matrix, k=6, num_steps=1)
+    expected = solve("frobenius", matrix, k=6)
+    assert np.allclose(found.value, expected.value, rtol=1e-14)
+    assert np.allclose(found.std_err, expected.std_err, rtol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(N, 9), (9, N)])
+def test_rectangular(shape):
+    """Probes and products with unit vectors are on the smaller side."""
+    matrix = general(5, shape)
+    exact = solve("nuclear", matrix, key=None, k=9)
+    assert np.allclose(exact.value, np.linalg.norm(matrix, "nuc"), rtol=1e-13)
+    assert exact.stats["num_matvecs"] == 9
+    found = solve("nuclear", matrix, k=4, num_steps=9)
+    probes = np.asarray(tx.RademacherSampler()(KEY, 9, 4))
+    tall = matrix if shape[0] > 9 else matrix.T
+    _, s, vh = np.linalg.svd(tall, full_matrices=False)
+    assert np.allclose(found.stats["samples"], s @ (vh @ probes) ** 2, rtol=1e-12)
+    assert found.stats["num_matvecs"] == 2 * 4 * 9
+
+
+def test_brackets_hold_for_each_probe():
+    """At a depth where the quadrature error is large, for p below 4."""
+    matrix = general(6, (30, N))
+    probes = np.asarray(tx.RademacherSampler()(KEY, N, 8))
+    _, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    for name in ("p=0.5", "p=3"):
+        low, high = solve(name, matrix, k=8, num_steps=4).stats["sample_brackets"].T
+        exact = (s ** NORMS[name][1]) @ (vh @ probes) ** 2
+        assert np.all((low <= exact) & (exact <= high))
+        assert np.all(high - low > 1e-4 * high)
+
+
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [*((name, 8) for name in [*SOME, "p=0.5"]), ("rows", N), ("nuclear", N)],
+)
+def test_zero_operator(name, k):
+    solution, gradient = value_and_grad(name, np.zeros((N, N)), k=k)
+    assert np.all(solution.value == 0)
+    assert np.all(gradient == 0)
+    assert np.all(solution.std_err == 0)
+    assert solution.result == tx.RESULTS.successful
+
+
+def test_derivatives_of_singular_operators():
+    """That of the nuclear norm is the subgradient of least norm, up to rounding errors of
+    zeros; those of quasi-norms do not exist."""
+    generator = np.random.default_rng(7)
+    left, _ = np.linalg.qr(generator.standard_normal((N, 3)))
+    right, _ = np.linalg.qr(generator.standard_normal((N, 3)))
+    matrix = np.where(np.arange(N) < 3, 1.0, 0.0) * np.diag(np.arange(1.0, N + 1))
+    solution, gradient = value_and_grad("nuclear", matrix, k=N)
+    assert np.allclose(solution.value, 6)
+    assert np.allclose(gradient, np.diag(np.arange(N) < 3), atol=1e-13)
+    low_rank = (left * [3.0, 2.0, 1.0]) @ right.T
+    solution, gradient = value_and_grad("p=3", low_rank, k=N)
+    expected = (left * [9.0, 4.0, 1.0]) @ right.T / solution.value**2
+    assert np.allclose(gradient, expected, atol=1e-13)
+    solution, gradient = value_and_grad("p=0.5", low_rank, k=N)
+    assert np.allclose(solution.value, np.sum(np.sqrt([3, 2, 1])) ** 2, rtol=1e-6)
+    assert np.all(np.isnan(gradient))
+
+
+def test_second_derivatives():
+    """Those of the Frobenius norm and of rows see entries that are zero; those of
+    Schatten norms are refused."""
+    direction = general(8)
+    square = lambda name, t: jnp.sum(solve(name, t * direction, k=N).value ** 2)  # noqa: E731
+    for name in ("frobenius", "rows"):
+        curvature = jax.grad(jax.grad(ft.partial(square, name)))(1.0)
+        assert np.allclose(curvature, 2 * np.sum(direction**2))
+    with pytest.raises(NotImplementedError, match="Lanczos run has no derivative"):
+        jax.grad(jax.grad(ft.partial(square, "nuclear")))(1.0)
+
+
+def tree_operator(matrix):
+    """From `{"a": (3,), "b": (2, 2)}` to a pair of shapes (4, 2) and (1,)."""
+    inside = {"a": jax.ShapeDtypeStruct((3,), float)}
+    inside["b"] = jax.ShapeDtypeStruct((2, 2), float)
+
+    def mv(tree):
+        out = matrix @ jnp.append(tree["a"], tree["b"].reshape(-1))
+        return out[:8].reshape(4, 2), out[8:]
+
+    return lx.FunctionLinearOperator(mv, inside)
+
+
+@pytest.mark.parametrize(("transpose", "k"), [(False, 3), (True, 3), (True, 7)])
+def test_trees(transpose, k):
+    matrix = general(9, (9, 7))
+    tree = tree_operator(jnp.asarray(matrix))
+    flat = lx.MatrixLinearOperator(jnp.asarray(matrix))
+    pair = (tree.T, flat.T) if transpose else (tree, flat)
+    settings = {"k": k, "num_steps": 5, "key": KEY}
+    found, expected = (tx.schatten_norm(x, 1, **settings) for x in pair)
+    assert np.allclose(found.value, expected.value, rtol=1e-13)
+    assert np.allclose(found.std_err, expected.std_err, rtol=1e-12)
+
+
+def test_rows_have_the_structure_of_the_operator():
+    entries = {"a": np.array([[1.0, -2.0]]), "b": np.array([3.0])}
+    operator = lx.DiagonalLinearOperator(jax.tree.map(jnp.asarray, entries))
+    solution = tx.row_norms(operator, k=2, key=KEY)
+    for name, leaf in entries.items():
+        assert np.allclose(solution.value[name], np.abs(leaf))
+        assert solution.std_err[name].shape == leaf.shape
+
+
+@some
+def test_bfloat16(name):
+    """Products are made in it, and the rest in float32. False alarms: 6e-4."""
+    matrix = jnp.asarray(general(10), jnp.bfloat16)
+    solution = solve(name, matrix, k=16)
+    exact = NORMS[name][2](np.asarray(matrix, np.float64))
+    assert solution.value.dtype == solution.std_err.dtype == jnp.float32
+    assert np.all(np.abs(solution.value - exact) < 6 * solution.std_err)
+
+
+def test_ill_conditioned_in_float32():
+    """Singular values down to 1e-6, as accurate as the products: of the Gram matrix those
+    below 3e-4 are noise, and the sum of roots is off by percents."""
+    left, right = (np.linalg.qr(general(i))[0] for i in (11, 12))
+    s = np.where(np.arange(N) < 4, 1.0, 1e-6)
+    matrix = ((left * s) @ right.T).astype(np.float32)
+    settings = {"k": 16, "num_steps": 12}
+    found = solve("p=0.5", matrix, **settings)
+    expected = solve("p=0.5", matrix.astype(np.float64), **settings)
+    assert np.allclose(found.value, expected.value, rtol=3e-3)
+
+
+@some
+@pytest.mark.parametrize("scale", [1e-12, 1e15])
+def test_scales(name, scale):
+    """In float32."""
+    matrix = general(13, dtype=np.float32)
+    found = solve(name, np.float32(scale) * matrix, k=16)
+    expected = solve(name, matrix, k=16)
+    assert np.allclose(found.value, scale * expected.value, rtol=1e-5)
+    assert np.allclose(found.std_err, scale * expected.std_err, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["frobenius", "rows", "p=2"])
+@pytest.mark.parametrize("k", [16, N])
+@pytest.mark.parametrize("scale", [1e-25, 1e-20, 1e20])
+def test_squares_beyond_the_range_are_flagged(name, k, scale):
+    """Those of float32; the nuclear norm has none."""
+    matrix = np.float32(scale) * general(13, dtype=np.float32)
+    solution = solve(name, matrix, k=k)
+    assert solution.result == tx.RESULTS.nonfinite_product
+    assert not np.any(np.isfinite(solution.value))
+    nuclear = solve("nuclear", matrix, k=k)
+    assert nuclear.result == tx.RESULTS.successful
+    exact = np.linalg.norm(matrix.astype(np.float64), "nuc")
+    assert np.allclose(nuclear.value, exact, rtol=2e-6 if k == N else 0.2)
+
+
+def test_small_rows_beside_large_ones_are_none():
+    matrix = np.diag(np.where(np.arange(N) < 3, 1e-25, 2.0).astype(np.float32))
+    solution = solve("rows", matrix, k=16)
+    assert np.allclose(solution.value, np.diag(matrix), atol=1e-18)
+    assert solution.result == tx.RESULTS.successful
+
+
+@some
+def test_transformations(name):
+    """`vmap` is the loop, and forward mode agrees with reverse mode."""
+    matrices = np.stack([general(14), general(15)])
+
+    @jax.jit
+    def value(matrix):
+        return jnp.sum(solve(name, matrix, k=8).value)
+
+    apart = [value_and_grad(name, matrix, k=8) for matrix in matrices]
+    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(value)))(matrices)
+    assert np.allclose(values, [np.sum(x.value) for x, _ in apart], rtol=1e-12)
+    assert np.allclose(gradients, [x for _, x in apart], rtol=1e-9, atol=1e-12)
+    _, slope = jax.jvp(value, (matrices[0],), (matrices[1],))
+    assert np.allclose(slope, np.sum(gradients[0] * matrices[1]), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("frobenius", 1), ("frobenius", 8), ("rows", 2), ("nuclear", 2), ("nuclear", 8)],
+)
+def test_meshes(name, size):
+    matrix = general(14)
+    expected, slope = value_and_grad(name, matrix, k=8)
+    execution = tx.Sharded(tx.probe_mesh(jax.devices()[:size]))
+    found, sharded = value_and_grad(name, matrix, k=8, execution=execution)
+    assert np.allclose(found.value, expected.value, rtol=1e-13)
+    assert np.allclose(found.std_err, expected.std_err, rtol=1e-12)
+    assert np.allclose(sharded, slope, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["frobenius", "rows", "p=0.5"])
+def test_adaptive(name):
+    """Tolerances are those of norms, not of the powers that are estimated."""
+    matrix = hermitian(17, np.linspace(1, 2, 64))
+    norm = {"frobenius": 12.2, "rows": 12.2, "p=0.5": 6000}[name]
+    tolerance = {"frobenius": 0.02, "rows": 0.1, "p=0.5": 0.02}[name] * norm
+    settings = {"atol": tolerance, "max_k": 60, "round_size": 8}
+    solution = solve(name, matrix, k=tx.Adaptive(**settings))
+    assert solution.result == tx.RESULTS.successful
+    used = solution.stats["num_matvecs"] // (2 * N if name == "p=0.5" else 1)
+    assert 16 <= used < 60
+    std_err = np.linalg.norm(solution.std_err)
+    assert 1.96 * std_err < tolerance < 2.5 * std_err * 2
+    fixed = solve(name, matrix, k=int(used))
+    assert np.allclose(solution.value, fixed.value, rtol=1e-12)
+    assert np.allclose(solution.std_err, fixed.std_err, rtol=1e-10)
+
+
+OPERATOR = lx.MatrixLinearOperator(jnp.asarray(general(18)))
+WIDE = lx.MatrixLinearOperator(jnp.asarray(general(18, (3, 5))))
+NUCLEAR = ft.partial(tx.schatten_norm, key=KEY, k=2, num_steps=2)
+
+
+@pytest.mark.parametrize("norm", [tx.frobenius_norm, tx.row_norms])
+def test_misuse(norm):
+    norm = ft.partial(norm, k=8, key=KEY)
+    with pytest.raises(ValueError, match=r"`XTraceEstimator` cannot.*Hutchinson"):
+        norm(OPERATOR, tx.XTraceEstimator())
+    with pytest.raises(ValueError, match="must be square"):
+        norm(WIDE)
+    with pytest.raises(TypeError, match=r"`lineax.AbstractLinearOperator`"):
+        norm(general())
+    with pytest.raises(ValueError, match="`key` is missing"):
+        norm(OPERATOR, key=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "message"),
+    [
+        (lambda: NUCLEAR(OPERATOR, 0), ValueError, "`p` must be positive.*Found 0"),
+        (lambda: NUCLEAR(OPERATOR, -1.0), ValueError, "`p` must be positive"),
+        (lambda: NUCLEAR(OPERATOR, np.nan), ValueError, "Found nan"),
+        (lambda: NUCLEAR(OPERATOR, np.inf), ValueError, "finite. Found inf"),
+        (lambda: NUCLEAR(OPERATOR, "nuc"), TypeError, "Found 'nuc' of type str"),
+        (lambda: NUCLEAR(OPERATOR, True), TypeError, "`p` must be a Python int"),
+        (
+            lambda: jax.jit(lambda p: NUCLEAR(OPERATOR, p).value)(1.0),
+            TypeError,
+            "must be static",
+        ),
+        (lambda: NUCLEAR(general(), 1), TypeError, "Wrap a matrix"),
+        (lambda: NUCLEAR(OPERATOR, 1, k=0), ValueError, "`k` must be at least 1"),
+        (lambda: NUCLEAR(OPERATOR, 1, num_steps=0), ValueError, "`num_steps` must"),
+        (lambda: NUCLEAR(OPERATOR, 1, key=None), ValueError, "`key` is missing"),
+        (
+            lambda: NUCLEAR(OPERATOR, 1, estimator=tx.XTraceEstimator()),
+            TypeError,
+            "`estimator` must be an instance",
+        ),
+        (
+            lambda: NUCLEAR(OPERATOR, 1, estimator=tx.KrylovAwareEstimator()),
+            ValueError,
+            "Found `KrylovAwareEstimator`",
+        ),
+        (
+            lambda: NUCLEAR(
+                lx.FunctionLinearOperator(
+                    lambda v: 1j * v[:2], jax.ShapeDtypeStruct((4,), float)
+                ),
+                1,
+            ),
+            TypeError,
+            "real vectors to real ones",
+        ),
+    ],
+)
+def test_misuse_of_schatten_norms(call, exception, message):
+    with pytest.raises(exception, match=message):
+        call()

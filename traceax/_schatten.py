@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.core import Tracer
+from jaxtyping import Array, Bool, PRNGKeyArray, Real
+
+from ._adaptive import Adaptive
+from ._checks import check_instance, check_operator, check_positive
+from ._execution import AbstractExecution, Local
+from ._flat import FlatOperator, flatten
+from ._matfun.all_eigenvalues import exact_over_singular_values
+from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
+from ._matfun.functions import SingularPower
+from ._matfun.gradients import LanczosGradient
+from ._matfun.slq import SLQEstimator
+from ._quantity import AbstractQuantity, SchattenNorm
+from ._solution import Estimate, Solution
+from ._solve import solve
+
+
+class _Schatten(AbstractFunctionTask):
+    """An estimator of the sum of powers of the singular values of an operator with at
+    least as many rows as columns."""
+
+    estimator: AbstractFunctionEstimator
+    function: SingularPower
+    num_steps: int = eqx.field(static=True)
+    quantity: AbstractQuantity = eqx.field(kw_only=True)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        flat, gradient = flatten(operator), LanczosGradient()
+        estimate = exact_over_singular_values(flat, self.function, gradient, execution)
+        return self._checked(flat, estimate)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        assert isinstance(self.estimator, SLQEstimator)
+        flat = flatten(operator)
+        estimate = self.estimator.run_singular(
+            flat,
+            self.function,
+            LanczosGradient(),
+            self.quantity,
+            k=k,
+            num_steps=min(self.num_steps, flat.size),
+            key=key,
+            execution=execution,
+        )
+        return self._checked(flat, estimate)
+
+    def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
+        """With what underflows infinite, and no derivative where there is none."""
+        smallest, largest = estimate.extra["ritz_values"]
+        lost = (largest > 0) & ~(estimate.value > 0)
+        value = jnp.where(lost, jnp.inf, estimate.value)
+        if self.function.exponent < 1:
+            roundoff = flat.eps * flat.size**0.5 * largest
+            value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
+        return dataclasses.replace(estimate, value=value)
+
+
+@jax.custom_jvp
+def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Array, ""]:
+    """`value`, whose derivative is NaN `where` told."""
+    return value
+
+
+@_undifferentiable.defjvp
+def _undifferentiable_rule(primals, tangents):
+    value, where = primals
+    # A factor: in reverse mode the choice of a constant would be one of no derivative.
+    return value, tangents[0] * jnp.where(where, jnp.nan, 1)
+
+
+def schatten_norm(
+    operator: lx.AbstractLinearOperator,
+    p: int | float,
+    *,
+    k: int | Adaptive,
+    num_steps: int,
+    key: PRNGKeyArray | None = None,
+    estimator: SLQEstimator = SLQEstimator(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Schatten p-norm of a linear operator, $(\\sum_i \\sigma_i^p)^{1/p}$
+    for its singular values $\\sigma_i$, from products with vectors.
+
+    `p=1` is the nuclear norm, `p=2` the Frobenius norm; for `p < 1` it is a quasi-norm.
+    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or that of $A A^*$ if
+    it is smaller, is estimated by Golub-Kahan. It sees singular values down to the
+    roundoff of the largest, and not to its root. The estimate is unbiased for this sum
+    but for the quadrature error.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 200))
+        operator = lx.MatrixLinearOperator(matrix)
+        settings = {"k": 20, "num_steps": 20, "key": jax.random.key(1)}
+        solution = tx.schatten_norm(operator, 1, **settings)
+        exact = jnp.linalg.norm(matrix, "nuc")
+        print(solution.value, "+-", solution.std_err, "exactly", exact)
+        ```
+
+    **Arguments:**
+
+    - `operator`: any `lineax.AbstractLinearOperator`, real or complex, on arrays or
+        PyTrees, which may be others in than out. Let n be the smaller of its sizes.
+    - `p`: a positive Python number.
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
+        n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
+        are those of the norm.
+    - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
+        than n count as n.
+    - `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is one of the singular
+        values of which there are n.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
+    products with the operator and as many with its transpose. `std_err` is the sampling
+    error. `stats["samples"]` are those of the sum of powers, and so are, where `p < 4`
+    and not 2, the entries `"bracket"` and `"sample_brackets"`, which tell the quadrature
+    error; `"ritz_values"` are the smallest and the largest singular value seen.
+
+    Derivatives in the operator's arrays are those of the estimate: of the sum of powers
+    they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$, of
+    first order only. Where singular values are zero the norm with `p=1` has none, and
+    this is a subgradient, 0 in those directions; with `p < 1` it is NaN.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer, or `p` not a Python number.
+    - `ValueError`: `p` is not positive and finite; `k` or `num_steps` is too small; `key`
+        is missing; `estimator` is another one than `SLQEstimator`.
+    - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
+        value, was not finite; rounding errors are a large part of the reported error.
+    """
+    check_operator(operator, square=False)
+    p = _check_power(p)
+    num_steps = check_positive("num_steps", num_steps)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    if not isinstance(estimator, SLQEstimator):
+        raise ValueError(
+            "`estimator` must be a `traceax.SLQEstimator` for a Schatten norm. Found "
+            f"`{type(estimator).__name__}`."
+        )
+    tall = operator if operator.out_size() >= operator.in_size() else operator.T
+    task = _Schatten(
+        estimator=estimator,
+        function=SingularPower(p),
+        num_steps=num_steps,
+        quantity=SchattenNorm(p),
+    )
+    return solve(task, tall, k=k, key=key, execution=execution, throw=throw)
+
+
+def _check_power(p: Any) -> float:
+    if isinstance(p, bool | Tracer) or not isinstance(p, int | float):
+        raise TypeError(
+            f"`p` must be a Python int or float. Found {p!r} of type "
+            f"{type(p).__name__}. Pass, for example, `float(p)`; in compiled functions "
+            "it must be static."
+        )
+    if not 0 < p < math.inf:
+        raise ValueError(f"`p` must be positive and finite. Found {p}.")
+    return float(p)
