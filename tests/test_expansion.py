@@ -131,11 +131,11 @@ def naive(case, matrix, probes):
     return estimates, np.array(pairs)
 
 
-def sketch_of(estimator, matrix, probes, k):
+def sketch_of(estimator, matrix, probes, k, eps=EPS):
     def matmat(x, adjoint=False):
         return (matrix.conj().T if adjoint else matrix) @ x
 
-    return estimator.sketch(matmat, probes, k, EPS)
+    return estimator.sketch(matmat, probes, k, eps)
 
 
 def scaled(sketch, *parts):
@@ -273,3 +273,22 @@ def test_half_full_buffers(case):
     for name in QUANTITIES:
         for x, y in zip(found[name], expected[name], strict=True):
             assert np.allclose(x, y, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.semidefinite], ids=str)
+def test_shift_of_coarse_products(case):
+    """What is added to the operator, in proportion to the roundoff of its products, is
+    taken off again: of the trace by `read` as by the sketch, and of the diagonal."""
+    matrix, probes = matrix_for(case, np.float64), normal(7, (N, 5), np.float64)
+
+    @jax.jit
+    def both(matrix, probes):
+        sketch = sketch_of(case.estimator, matrix, probes, 5, eps=1e-3)
+        shift = -sketch.expansion().shift * sketch.scale
+        return readings(sketch), *scaled(sketch, sketch.samples), shift
+
+    seen, samples, shift = jax.tree.map(np.asarray, both(matrix, probes))
+    assert shift > 1e-4
+    assert np.allclose(seen["trace"][0], np.mean(samples), rtol=1e-10)
+    assert np.allclose(np.sum(seen["diagonal"][0]), seen["trace"][0], rtol=1e-10)
+    assert np.allclose(np.trace(seen["whole"][0]), seen["trace"][0], rtol=1e-10)
