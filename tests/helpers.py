@@ -95,6 +95,20 @@ def traces_of_matrices(matrices, which, estimator, keys, *, k, tags=PSD):
     return jax.lax.map(one, (which, keys))
 
 
+@eqx.filter_jit
+def diagonals_of_matrices(matrices, which, estimator, keys, *, k, tags=PSD):
+    """The diagonals of `matrices[which[i]]` by `keys[i]`, stacked: value, error bar and
+    stats."""
+
+    def one(pair):
+        i, key = pair
+        operator = matrix_free(matrices[i], tags)
+        solution = tx.diagonal(operator, estimator, k=k, key=key, throw=False)
+        return solution.value, solution.std_err, solution.stats
+
+    return jax.lax.map(one, (which, keys))
+
+
 def matrix_free(matrix, tags=()):
     """`matrix` as an operator of which only the product is known."""
     n = matrix.shape[1]

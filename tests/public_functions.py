@@ -39,6 +39,28 @@ def traced(estimator):
     return run
 
 
+def on_diagonal(estimator):
+    def run(matrix, key, throw=True):
+        solution = tx.diagonal(
+            matrix_free(matrix, PSD), estimator, k=8, key=key, throw=throw
+        )
+        return solution.value, solution.std_err
+
+    return run
+
+
+def leaf_traces(matrix, key, throw=True):
+    estimator = tx.XTraceEstimator()
+    solution = tx.leaf_traces(matrix_free(matrix), estimator, k=8, key=key, throw=throw)
+    return solution.value, solution.std_err
+
+
+def jacobi(matrix, key, throw=True):
+    operator = matrix_free(matrix, PSD)
+    inverse = tx.jacobi_preconditioner(operator, k=8, key=key, throw=throw)
+    return (lx.diagonal(inverse),)
+
+
 def auto(matrix, key, throw=True):
     return arrays_of(tx.trace(matrix_free(matrix, PSD), k=8, key=key, throw=throw))
 
@@ -138,7 +160,7 @@ def probes(sampler):
 
 def slope(run):
     def of(matrix, key, throw=True):
-        return (jax.grad(lambda matrix: run(matrix, key, throw)[0])(matrix),)
+        return (jax.grad(lambda matrix: jnp.sum(run(matrix, key, throw)[0]))(matrix),)
 
     return of
 
@@ -150,6 +172,13 @@ FUNCTIONS = {
     "nystrompp": traced(tx.NystromPlusPlusEstimator()),
     "xtrace": traced(tx.XTraceEstimator()),
     "xnystrace": traced(tx.XNysTraceEstimator()),
+    "diagonal-auto": on_diagonal(tx.AutoDiagonalEstimator()),
+    "diagonal-hutchinson": on_diagonal(tx.HutchinsonEstimator()),
+    "diagonal-diagpp": on_diagonal(tx.DiagPlusPlusEstimator()),
+    "diagonal-xdiag": on_diagonal(tx.XDiagEstimator()),
+    "diagonal-xnysdiag": on_diagonal(tx.XNysDiagEstimator()),
+    "leaf-traces": leaf_traces,
+    "jacobi": jacobi,
     "exact": exact,
     "sharded": sharded,
     "logdet": logdet,
@@ -169,6 +198,7 @@ FUNCTIONS = {
     "normal": probes(tx.NormalSampler()),
     "sphere": probes(tx.SphereSampler()),
     "steinhaus": probes(tx.SteinhausSampler(jnp.complex128)),
+    "slope-diagonal": slope(on_diagonal(tx.XDiagEstimator())),
     "slope-xtrace": slope(traced(tx.XTraceEstimator())),
     "slope-logdet": slope(logdet),
 }

@@ -27,7 +27,9 @@ from .public_functions import dense, example, FUNCTIONS, KEY, logdet, N, SETTING
 PLATFORMS = ["cpu", "cuda", "tpu"]
 everything = pytest.mark.parametrize("name", FUNCTIONS)
 # These make a function operator, which is a new one in each call.
-NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"}
+NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"} | {
+    name for name in FUNCTIONS if "diagonal" in name or name in ("leaf-traces", "jacobi")
+}
 
 
 def assert_bitwise(found, expected):
@@ -224,6 +226,7 @@ print([name for name in ("traceax", "lineax", "equinox") if name in sys.modules]
 TO_LOAD = [
     "xtrace",
     "xnystrace",
+    "diagonal-auto",
     "logdet",
     "logdet-general",
     "logdet-nystrom",

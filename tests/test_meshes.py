@@ -3,6 +3,8 @@ the value, the error bar and the gradient of one device, for numbers of probes t
 number of devices does not divide. The code that shares probes among devices knows no
 estimator, so each size of mesh is met by several of them, and not each by all."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -25,12 +27,23 @@ from .programs.common import (
 
 
 N, K = 30, 13
+ADAPTIVE = tx.Adaptive(rtol=0.05, max_k=24, round_size=8, min_samples=4)
 
 
 def trace(estimator, k=K, make=lx.MatrixLinearOperator, tags=PSD):
     def call(matrix, execution):
         settings = {"key": some_key(), "execution": execution, "throw": False}
         return tx.trace(make(matrix, tags), estimator, k=k, **settings)
+
+    return call
+
+
+def diagonal(estimator, k=K, tags=PSD):
+    def call(matrix, execution):
+        settings = {"key": some_key(), "execution": execution, "throw": False}
+        found = tx.diagonal(matrix_free(matrix, tags), estimator, k=k, **settings)
+        # What a further call goes on from has sums in units of its own.
+        return dataclasses.replace(found, state=None)
 
     return call
 
@@ -66,7 +79,7 @@ def krylov_aware(matrix, execution):
 def check(call, matrix, *sizes, values=(), rtol=1e-13, bitwise=False, block_size=None):
     """Value and gradient on meshes of these `sizes`, value alone for `values`."""
     expected, slope = value_and_grad(lambda x: call(x, tx.Local()))(matrix)
-    assert np.isfinite(expected.value), expected.value
+    assert np.all(np.isfinite(expected.value)), expected.value
     for size in (*sizes, *values):
         mesh = tx.probe_mesh(jax.devices()[:size])
         run = lambda x, e=tx.Sharded(mesh, block_size=block_size): call(x, e)  # noqa: E731
@@ -131,6 +144,23 @@ def test_exact(estimator):
 def test_sketches(estimator, k, tags, size, values):
     matrix = positive_definite(N) if tags else general(N)
     check(trace(estimator, k, tags=tags), matrix, size, values=values)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "k", "tags", "size", "values"),
+    [
+        (tx.HutchinsonEstimator(), K, (), 4, (1, 2, 8)),
+        (tx.XDiagEstimator(), K, (), 8, (1, 2, 4)),
+        (tx.XNysDiagEstimator(), K, PSD, 2, (1, 4, 8)),
+        (tx.DiagPlusPlusEstimator(), K, (), 4, ()),
+        (tx.AutoDiagonalEstimator(), K, (), 8, ()),
+        (tx.AutoDiagonalEstimator(), N, (), 4, ()),
+        (tx.HutchinsonEstimator(), ADAPTIVE, (), 8, ()),
+    ],
+)
+def test_diagonals(estimator, k, tags, size, values):
+    matrix = positive_definite(N) if tags else general(N)
+    check(diagonal(estimator, k, tags), matrix, size, values=values, rtol=1e-12)
 
 
 def test_slq():

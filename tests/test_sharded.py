@@ -76,7 +76,7 @@ def test_two_processes(part):
     (single,) = finish(start(4, program, part, "single"))
     both = [start(2, program, part, each, port) for each in ("0", "1")]
     first, second = finish(*both, seconds=240)
-    assert len(numbers(single, "BITS")) == {"answers": 6, "errors": 4}[part], single
+    assert len(numbers(single, "BITS")) == {"answers": 8, "errors": 4}[part], single
     for kind in ("BITS", "ABOUT"):
         assert numbers(first, kind) == numbers(second, kind)
     assert numbers(first, "BITS") == numbers(single, "BITS")

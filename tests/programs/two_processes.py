@@ -44,6 +44,20 @@ def trace(estimator, k):
     return call
 
 
+def diagonal(estimator, k):
+    def call(matrix):
+        return tx.diagonal(
+            common.matrix_free(matrix, common.PSD),
+            estimator,
+            k=k,
+            key=common.some_key(),
+            execution=EXECUTION,
+            throw=False,
+        )
+
+    return call
+
+
 def logdet(matrix):
     operator = lx.MatrixLinearOperator(matrix, common.PSD)
     return tx.logdet(
@@ -71,6 +85,8 @@ def answers(matrix):
         "XTrace": trace(tx.XTraceEstimator(), 13),
         "Hutchinson, adaptive": trace(tx.HutchinsonEstimator(), budget),
         "XTrace, adaptive": trace(tx.XTraceEstimator(), budget),
+        "diagonal by Hutchinson": diagonal(tx.HutchinsonEstimator(), 13),
+        "diagonal by XDiag": diagonal(tx.XDiagEstimator(), 13),
         "log-determinant": logdet,
     }
     for name, call in cases.items():

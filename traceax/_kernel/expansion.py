@@ -51,7 +51,7 @@ class Independent(AbstractExpansion):
     """`own_pair` has what is sampled of a remainder, by independent probes."""
 
     shared: Pair
-    own_pair: Pair
+    own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
     products: Inexact[Array, "p n"]
     shift: float = 0.0
 

@@ -1,0 +1,294 @@
+"""The estimates of the whole operator that sketches make, and what is read of them,
+against their meaning: doing it again with fewer probes."""
+
+import functools as ft
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import traceax as tx
+from traceax._kernel.expansion import read
+from traceax._quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
+
+from .helpers import hermitian
+
+
+N, EPS = 14, float(jnp.finfo(jnp.float64).eps)
+TREE = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(7), "c": jnp.zeros(())}
+STRUCTURE = tx.hessian(lambda w: w["c"] ** 2, TREE)
+LEAVES = [slice(0, 6), slice(6, 13), slice(13, 14)]
+
+
+class Whole(AbstractQuantity):
+    """The operator itself."""
+
+    def read(self, left, image):
+        return jnp.outer(image, left.conj())
+
+
+QUANTITIES = {
+    "whole": Whole(),
+    "trace": Trace(),
+    "diagonal": Diagonal.of(STRUCTURE),
+    "leaves": LeafTraces.of(STRUCTURE),
+}
+OF_WHOLE = {
+    "whole": lambda x: x,
+    "trace": lambda x: np.trace(x, axis1=-2, axis2=-1),
+    "diagonal": lambda x: np.diagonal(x, axis1=-2, axis2=-1),
+    "leaves": lambda x: np.stack(
+        [np.trace(x[..., part, part], axis1=-2, axis2=-1) for part in LEAVES], axis=-1
+    ),
+}
+
+
+def projector(x):
+    u, s, _ = np.linalg.svd(x, full_matrices=False)
+    u = u[:, s > 1e-10 * np.max(s, initial=0)]
+    return u @ u.conj().T
+
+
+def rank(x):
+    return np.linalg.matrix_rank(x) if x.size else 0
+
+
+# --- estimate j from the columns of `others` and from `probe`, by the definition ---
+
+
+def by_xdiag(matrix, others, probe):
+    inside = projector(matrix @ others)
+    outside = np.eye(N) - inside
+    return inside @ matrix + outside @ matrix @ np.outer(probe, probe.conj())
+
+
+def by_xtrace(matrix, others, probe, improved):
+    inside = projector(matrix @ others)
+    v = probe - inside @ probe
+    c = (N - rank(matrix @ others)) / np.linalg.norm(v) ** 2 if improved else 1.0
+    return matrix @ (inside + c * np.outer(v, v.conj()))
+
+
+def by_xnystrace(matrix, others, probe, improved):
+    y = matrix @ others
+    approximation = y @ np.linalg.pinv(others.conj().T @ y, 1e-12) @ y.conj().T
+    form = np.outer(probe, probe.conj())
+    if improved:
+        v = probe - projector(others) @ probe
+        c = (N - others.shape[1]) / np.linalg.norm(v) ** 2
+        form = c * np.outer(v, v.conj())
+    return approximation + (matrix - approximation) @ form
+
+
+class Case(NamedTuple):
+    estimator: tx.AbstractTraceEstimator
+    naive: ft.partial
+    products: int  # for each probe
+    semidefinite: bool
+
+    def __str__(self):
+        name = type(self.estimator).__name__.removesuffix("Estimator")
+        return name + "-improved" * getattr(self.estimator, "improved", False)
+
+
+CASES = [Case(tx.XDiagEstimator(), ft.partial(by_xdiag), 2, False)]
+for improved in (True, False):
+    for cls, naive, products in (
+        (tx.XTraceEstimator, by_xtrace, 2),
+        (tx.XNysTraceEstimator, by_xnystrace, 1),
+    ):
+        part = ft.partial(naive, improved=improved)
+        CASES.append(Case(cls(improved=improved), part, products, products == 1))
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def normal(seed, shape, dtype):
+    generator = np.random.default_rng(seed)
+    real, imaginary = generator.standard_normal((2, *shape))
+    return (real + 1j * imaginary) / 2**0.5 if dtype is np.complex128 else real
+
+
+def matrix_for(case, dtype):
+    if case.semidefinite:
+        return hermitian(8, 0.7 ** np.arange(N), dtype)
+    return normal(9, (N, N), dtype) * 0.7 ** np.arange(N)
+
+
+def naive(case, matrix, probes):
+    """All estimates, and those without a second probe: entry `[i, j]` is estimate j
+    without probe i."""
+    m = probes.shape[1]
+
+    def one(j, *without):
+        others = np.delete(probes, [j, *without], axis=1)
+        return case.naive(matrix, others, probes[:, j])
+
+    estimates = np.stack([one(j) for j in range(m)])
+    pairs = [[one(j, i) if i != j else estimates[j] for j in range(m)] for i in range(m)]
+    return estimates, np.array(pairs)
+
+
+def sketch_of(estimator, matrix, probes, k, eps=EPS):
+    def matmat(x, adjoint=False):
+        return (matrix.conj().T if adjoint else matrix) @ x
+
+    return estimator.sketch(matmat, probes, k, eps)
+
+
+def scaled(sketch, *parts):
+    return jax.tree.map(lambda x: x * sketch.scale, parts)
+
+
+def readings(sketch):
+    """Mean, error as if the samples were independent, and error, of each quantity."""
+
+    def one(quantity):
+        seen = read(quantity, sketch.expansion(), sketch.valid)
+        moments = seen.moments
+        return scaled(sketch, moments.mean, moments.independent_std_err, seen.std_err)
+
+    return {name: one(quantity) for name, quantity in QUANTITIES.items()}
+
+
+def summed(pairs):
+    return sum(jnp.einsum("ri,rj->rij", image, left.conj()) for left, image in pairs)
+
+
+@eqx.filter_jit
+def expanded(estimator, matrix, probes, k):
+    """What a sketch makes: estimates, changes `[i, j]`, what is read, and its own samples
+    and error of the trace."""
+    sketch = sketch_of(estimator, matrix, probes, k)
+    expansion, m = sketch.expansion(), probes.shape[1]
+    shared = jnp.sum(summed([expansion.shared]), axis=0) + expansion.shift * jnp.eye(N)
+    changes = [summed(expansion.changes(jnp.full(m, i))) for i in range(m)]
+    arrays = shared + summed(expansion.own()), jnp.stack(changes)
+    own = () if sketch.samples is None else (sketch.samples, sketch.std_err)
+    return *scaled(sketch, *arrays, own), readings(sketch)
+
+
+def by_hand(samples, pairs):
+    """Mean, error as if independent, and error of arrays, with the covariance of all
+    ordered pairs of probes, each once."""
+    m = len(samples)
+    variance = np.var(np.stack([samples.real, samples.imag]), axis=1, ddof=1).sum(0) / m
+    change = pairs - samples  # [i, j]
+    covariance = np.zeros(samples.shape[1:])
+    for i in range(m):
+        for j in range(m):
+            if i != j:
+                covariance += (change[i, j] * change[j, i].conj()).real / (m * (m - 1))
+    total, variance_sum = np.sum(covariance), np.sum(m * variance)
+    pooled = max(total, 0) / variance_sum * m * variance
+    covariance = np.maximum(pooled, (covariance + pooled) / 2)
+    return np.mean(samples, axis=0), variance**0.5, (variance + covariance) ** 0.5
+
+
+def inflated(samples, std_err):
+    """A skewed quantity has wider bars: see `Moments.std_err`."""
+    m = len(samples)
+    parts = np.stack([samples.real, samples.imag], axis=-1)
+    parts = parts - np.mean(parts, axis=0)
+    square, cube = np.sum(parts**2, axis=(0, -1)), np.sum(parts**3, axis=0)
+    cube = np.linalg.norm(cube, axis=-1)
+    skewness = m**0.5 * cube / np.where(square > 0, square, 1) ** 1.5
+    return (1 + 2 * (1 + skewness**2 + (4 / m) ** 2) / m) * std_err
+
+
+@every_case
+@pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
+def test_is_what_fewer_probes_give(case, m, dtype):
+    """Each estimate, what it changes by without a second probe, and what is read of all,
+    for an odd number of probes and even ones, of which opposite pairs meet twice."""
+    matrix, probes = matrix_for(case, dtype), normal(7, (N, m), dtype)
+    found = expanded(case.estimator, matrix, probes, case.products * m)
+    estimates, changes, own, seen = jax.tree.map(np.asarray, found)
+    expected, pairs = naive(case, matrix, probes)
+    assert np.allclose(estimates, expected, rtol=1e-9, atol=1e-9)
+    different = ~np.eye(m, dtype=bool)
+    assert np.allclose(changes[different], (pairs - expected)[different], atol=1e-8)
+
+    for name, quantity in QUANTITIES.items():
+        samples, without = OF_WHOLE[name](expected), OF_WHOLE[name](pairs)
+        mean, independent, std_err = by_hand(samples, without)
+        if quantity.skewed:
+            std_err = inflated(samples, std_err)
+        for x, y in zip(seen[name], (mean, independent, std_err), strict=True):
+            assert np.allclose(x, y, rtol=1e-6, atol=1e-9), name
+
+    if own:
+        samples, std_err = own
+        assert np.allclose(samples, OF_WHOLE["trace"](estimates), rtol=1e-9)
+        assert np.allclose(std_err, seen["trace"][2], rtol=1e-6)
+
+
+@every_case
+def test_low_rank_is_exact(case):
+    """Probes that the basis does without have no direction of their own. XTrace knows
+    all of a matrix alone whose rows lie in the space of its columns."""
+    matrix = matrix_for(case, np.float64)
+    if case.naive.func is by_xtrace:
+        matrix = matrix[:, :3] @ matrix[:, :3].T
+    else:
+        u, s, vh = np.linalg.svd(matrix)
+        matrix = (u[:, :3] * s[:3]) @ vh[:3]
+    probes = normal(7, (N, 5), np.float64)
+    found = expanded(case.estimator, matrix, probes, case.products * 5)
+    estimates, changes, _, seen = jax.tree.map(np.asarray, found)
+    assert np.allclose(estimates, matrix, atol=1e-7)
+    different = ~np.eye(5, dtype=bool)
+    assert np.allclose(changes[different], 0, atol=1e-7)
+    for name, (mean, _, std_err) in seen.items():
+        assert np.allclose(mean, OF_WHOLE[name](matrix), atol=1e-7)
+        assert np.all(std_err < 1e-6)
+
+
+@eqx.filter_jit
+def grown(estimator, matrix, probes, k):
+    """After one round of two."""
+    budget = tx.Adaptive(atol=1.0, max_k=2 * k, round_size=k)
+    rounds = jnp.zeros((), jnp.int32)
+
+    def matmat(x, adjoint=False):
+        return (matrix.conj().T if adjoint else matrix) @ x
+
+    state = estimator.start(N, probes.dtype, budget)
+    state = estimator.grow(matmat, probes, state, rounds, EPS, budget)
+    sketch = estimator.assess(state, rounds + 1, EPS, budget)
+    return readings(sketch), jnp.sum(sketch.valid)
+
+
+@every_case
+def test_half_full_buffers(case):
+    """What is read of the valid samples is that of a sketch of as many."""
+    m, dtype = 6, np.complex128
+    matrix, probes = matrix_for(case, dtype), normal(7, (N, m), dtype)
+    args = case.estimator, matrix, probes, case.products * m
+    found, count = grown(*args)
+    *_, expected = expanded(*args)
+    assert count == m
+    for name in QUANTITIES:
+        for x, y in zip(found[name], expected[name], strict=True):
+            assert np.allclose(x, y, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.semidefinite], ids=str)
+def test_shift_of_coarse_products(case):
+    """What is added to the operator, in proportion to the roundoff of its products, is
+    taken off again: of the trace by `read` as by the sketch, and of the diagonal."""
+    matrix, probes = matrix_for(case, np.float64), normal(7, (N, 5), np.float64)
+
+    @jax.jit
+    def both(matrix, probes):
+        sketch = sketch_of(case.estimator, matrix, probes, 5, eps=1e-3)
+        shift = -sketch.expansion().shift * sketch.scale
+        return readings(sketch), *scaled(sketch, sketch.samples), shift
+
+    seen, samples, shift = jax.tree.map(np.asarray, both(matrix, probes))
+    assert shift > 1e-4
+    assert np.allclose(seen["trace"][0], np.mean(samples), rtol=1e-10)
+    assert np.allclose(np.sum(seen["diagonal"][0]), seen["trace"][0], rtol=1e-10)
+    assert np.allclose(np.trace(seen["whole"][0]), seen["trace"][0], rtol=1e-10)
