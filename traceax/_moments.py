@@ -45,7 +45,9 @@ class Moments(eqx.Module):
         weight = count / jnp.maximum(total, 1)
         center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
         shift = jnp.where(count > 0, parts.center - center, 0)
-        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=(0, 1)), jnp.max(parts.unit, 0))
+        # One maximum: that of units, often constants, would be folded, which is slow.
+        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=1), parts.unit)
+        unit = jnp.max(unit, axis=0)
         safe = jnp.where(unit > 0, unit, 1)
         ratio, shift = (parts.unit / safe)[:, None], shift / safe
         squares, cubes = parts.squares * ratio**2, parts.cubes * ratio**3
