@@ -413,8 +413,10 @@ class Vector(OnlyTrace):
 
 MISTAKES = {
     "no key": ({"key": None}, "`key`"),
-    "Hutch++": ({"estimator": tx.HutchPlusPlusEstimator()}, "cannot estimate this"),
-    "Nystrom++": ({"estimator": tx.NystromPlusPlusEstimator()}, "cannot estimate this"),
+    "rounds of Hutch++": (
+        {"estimator": tx.HutchPlusPlusEstimator(), "k": tx.Adaptive(rtol=0.1, max_k=16)},
+        "cannot estimate this",
+    ),
     "only a trace": ({"estimator": OnlyTrace()}, "`OnlyTrace` cannot estimate this"),
     "only run": ({"estimator": OnlyRun()}, "`OnlyRun` cannot estimate this"),
     "a vector": ({"estimator": Vector()}, "`Vector.sample` must return a pair"),

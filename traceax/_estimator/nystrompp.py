@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
 from .._kernel.dense import normalise, qr
+from .._kernel.expansion import Independent
 from .._kernel.growth import put, put_rows, remove
 from .._kernel.leave_one_out import resphering
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
@@ -100,8 +101,20 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         # The approximation is one of A + shift I, and exact on the basis.
         shift, unseen = approximation.shift, rest - basis @ (basis.conj().T @ rest)
         remainder = forms - inside + shift * norms
-        remainder = remainder * resphering(rest, unseen, m, resphered)
+        factor = resphering(rest, unseen, m, resphered)
+        remainder = factor * remainder
         samples = jnp.sum(jnp.abs(approximation.factor) ** 2) - shift * n + remainder
+
+        def expansion():
+            b = approximation.factor
+            image = products[:, m:] + shift * rest - b @ (b.conj().T @ rest)
+            return Independent(
+                shared=(b.T, b.T),
+                own_pair=((factor * rest).T, image.T),
+                products=products[:, :m].T,
+                shift=-shift,
+            )
+
         # The frame is that of Hutch++ on the same products.
         span, _ = qr(products[:, :m])
         outside = rest - span @ (span.conj().T @ rest)
@@ -115,6 +128,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             num_matvecs=k,
             scale=scale,
             semidefinite=approximation.semidefinite,
+            expansion=expansion,
         )
 
     def probes_in_round(self, k: int) -> int:

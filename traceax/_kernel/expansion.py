@@ -53,7 +53,7 @@ class Independent(AbstractExpansion):
     shared: Pair
     own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
     products: Inexact[Array, "p n"]
-    shift: float = 0.0
+    shift: Real[Array, ""] | float = 0.0
 
     def own(self) -> Sequence[Pair]:
         return [self.own_pair]
@@ -141,6 +141,7 @@ def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Arr
     of both, holds for each entry; for a single entry it is the entry's own."""
     variance = moments.count * moments.independent_std_err**2
     variance = jnp.where(moments.count > 1, variance, 0)
+    covariance = jnp.asarray(covariance, variance.dtype)
     total = jnp.sum(variance)
     pooled = jnp.maximum(jnp.sum(covariance), 0) / jnp.where(total > 0, total, 1)
     return jnp.maximum(pooled * variance, (covariance + pooled * variance) / 2)
