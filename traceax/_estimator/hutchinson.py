@@ -9,8 +9,8 @@ from .base import AbstractStreamingEstimator
 
 class HutchinsonEstimator(AbstractStreamingEstimator):
     r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is
-    $A$ in expectation. The trace is read of it as the mean of $\omega_i^* A \omega_i$, the
-    diagonal as that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
+    $A$ in expectation. The trace is read of it as the mean of $\omega_i^* A \omega_i$,
+    the diagonal as that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
     $\|A \omega_i\|^2$.
 
     Any square operator. Best for flat spectra, where nothing is to be deflated, and the
