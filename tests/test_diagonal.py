@@ -142,7 +142,7 @@ def matrices_for(case, dtype):
 )
 def test_right_in_the_mean_with_derivatives(case, dtype):
     """The value, its gradient in the matrix, and first and second derivatives along a
-    quadratic family: 400 keys, two matrices, 25 programs and about 10^3 z-scores of each,
+    quadratic family: 400 keys, 13 programs, two matrices and about 10^3 z-scores of each,
     the largest below 5.5. False alarms: 1e-3 in all."""
     matrices, w = matrices_for(case, dtype), weights(dtype)
     families = [family(matrix) for matrix in matrices]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from traceax._estimator.auto_diagonal import _XNysDiagOrSigns
 from traceax._kernel.expansion import read
 from traceax._quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 
@@ -159,15 +160,16 @@ def summed(pairs):
 
 @eqx.filter_jit
 def expanded(estimator, matrix, probes, k):
-    """What a sketch makes: estimates, changes `[i, j]`, what is read, and its own samples
-    and error of the trace."""
+    """What a sketch makes: estimates, changes `[i, j]`, its own samples and error of the
+    trace, `R L*` of its frame, and what is read."""
     sketch = sketch_of(estimator, matrix, probes, k)
     expansion, m = sketch.expansion(), probes.shape[1]
     shared = jnp.sum(summed([expansion.shared]), axis=0) + expansion.shift * jnp.eye(N)
     changes = [summed(expansion.changes(jnp.full(m, i))) for i in range(m)]
     arrays = shared + summed(expansion.own()), jnp.stack(changes)
     own = () if sketch.samples is None else (sketch.samples, sketch.std_err)
-    return *scaled(sketch, *arrays, own), readings(sketch)
+    left, right = sketch.frame
+    return *scaled(sketch, *arrays, own), right @ left.conj().T, readings(sketch)
 
 
 def by_hand(samples, pairs):
@@ -205,7 +207,7 @@ def test_is_what_fewer_probes_give(case, m, dtype):
     for an odd number of probes and even ones, of which opposite pairs meet twice."""
     matrix, probes = matrix_for(case, dtype), normal(7, (N, m), dtype)
     found = expanded(case.estimator, matrix, probes, case.products * m)
-    estimates, changes, own, seen = jax.tree.map(np.asarray, found)
+    estimates, changes, own, _, seen = jax.tree.map(np.asarray, found)
     expected, pairs = naive(case, matrix, probes)
     assert np.allclose(estimates, expected, rtol=1e-9, atol=1e-9)
     different = ~np.eye(m, dtype=bool)
@@ -226,6 +228,25 @@ def test_is_what_fewer_probes_give(case, m, dtype):
 
 
 @every_case
+@pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
+def test_frame_is_that_of_fewer_probes(case, m, dtype):
+    """It reads B of `B (P_i + c_i v_i l_i*)`, in the mean over i, with `l_i` probe i
+    itself where the estimate is one-sided, and `v_i` otherwise."""
+    matrix, probes = matrix_for(case, dtype), normal(7, (N, m), dtype)
+    _, _, _, found, _ = expanded(case.estimator, matrix, probes, case.products * m)
+    expected = np.zeros((N, N), dtype)
+    for i in range(m):
+        inside = projector(matrix @ np.delete(probes, i, axis=1))
+        probe = probes[:, i]
+        v = probe - inside @ probe
+        left = probe if case.naive.func is by_xdiag else v
+        if getattr(case.estimator, "improved", False):
+            left = left * (N - m + 1) / np.linalg.norm(v) ** 2
+        expected += (inside + np.outer(v, left.conj())) / m
+    assert np.allclose(found, expected, rtol=1e-8, atol=1e-9)
+
+
+@every_case
 def test_low_rank_is_exact(case):
     """Probes that the basis does without have no direction of their own. XTrace knows
     all of a matrix alone whose rows lie in the space of its columns."""
@@ -237,7 +258,7 @@ def test_low_rank_is_exact(case):
         matrix = (u[:, :3] * s[:3]) @ vh[:3]
     probes = normal(7, (N, 5), np.float64)
     found = expanded(case.estimator, matrix, probes, case.products * 5)
-    estimates, changes, _, seen = jax.tree.map(np.asarray, found)
+    estimates, changes, _, _, seen = jax.tree.map(np.asarray, found)
     assert np.allclose(estimates, matrix, atol=1e-7)
     different = ~np.eye(5, dtype=bool)
     assert np.allclose(changes[different], 0, atol=1e-7)
@@ -292,3 +313,17 @@ def test_shift_of_coarse_products(case):
     assert np.allclose(seen["trace"][0], np.mean(samples), rtol=1e-10)
     assert np.allclose(np.sum(seen["diagonal"][0]), seen["trace"][0], rtol=1e-10)
     assert np.allclose(np.trace(seen["whole"][0]), seen["trace"][0], rtol=1e-10)
+
+
+def test_shift_where_auto_takes_signs():
+    """The products with the probes, made again from the approximation, are those."""
+    matrix = hermitian(8, np.linspace(1, 2, N))
+    signs = np.sign(normal(7, (N, 5), np.float64))
+
+    @jax.jit
+    def run(matrix, probes):
+        sketch = sketch_of(_XNysDiagOrSigns(), matrix, probes, 5, eps=1e-3)
+        return readings(sketch)
+
+    mean, *_ = run(matrix, signs)["diagonal"]
+    assert np.allclose(mean, np.mean(signs * (matrix @ signs), axis=1), rtol=1e-9)
