@@ -1,6 +1,6 @@
 """Runs benchmarks and puts what they print into the page on them.
 
-    pip install matfree scipy matplotlib linear_operator
+    pip install matfree scipy matplotlib linear_operator skerch curvlinops-for-pytorch
     pip install --no-deps --target .peers traceax==1.0.2
     python benchmarks/run.py [name ...]
 
@@ -20,7 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
-PACKAGES = ("jax", "equinox", "lineax", "matfree", "linear_operator", "torch")
+PACKAGES = ("jax", "equinox", "lineax", "matfree", "linear_operator", "torch", "skerch")
+PACKAGES += ("curvlinops-for-pytorch",)
 
 
 def machine() -> str:

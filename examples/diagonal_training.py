@@ -128,8 +128,7 @@ plt.show()
 # Large entries are known well from 20 products. The small ones, to the right, have bars
 # that reach down to zero (the axis is logarithmic), and some estimates are negative.
 # With four times the products the error falls much faster than by half, since the
-# eigenvalues of a GGN decay: there is one large one for each class, and then many small
-# ones.
+# eigenvalues decay: a few are large, and many are small.
 #
 # ## An optimiser with it
 #
