@@ -315,15 +315,15 @@ def test_one_sample_has_no_error_bar(case, k):
 
 
 @every_case
-@pytest.mark.parametrize("k", [3, 4])
-def test_few_products(case, k):
+def test_few_products(case):
+    """An odd number, of which some leave one out."""
     stack = jnp.asarray(np.stack(matrices_for(case, np.float64)))
     which = jnp.asarray([0, 1])
     value, _, stats = diagonals_of_matrices(
-        stack, which, case.estimator, KEYS[:2], k=k, tags=case.tags
+        stack, which, case.estimator, KEYS[:2], k=3, tags=case.tags
     )
     assert np.all(np.isfinite(value))
-    assert np.all(stats["num_matvecs"] <= k)
+    assert np.all(stats["num_matvecs"] <= 3)
 
 
 # --- transforms ---
