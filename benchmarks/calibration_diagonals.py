@@ -66,9 +66,9 @@ def main(n: int, num_keys: int) -> None:
     rows = {
         f"traceax {name}": [partial(ours, each, factor * m) for m in SAMPLES]
         for name, (each, factor) in OURS.items()
-    } | {
-        name: [partial(theirs, each, m) for m in SAMPLES] for name, each in PEERS.items()
     }
+    for name, each in PEERS.items():
+        rows[name] = [partial(theirs, each, m) for m in SAMPLES]
     for name, functions in rows.items():
         row = []
         for eigenvalues in spectra(n).values():

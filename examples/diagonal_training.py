@@ -279,9 +279,8 @@ for axis, (title, parameters) in zip(
     bars = np.array(jax.tree.leaves(solution.std_err))
     exact = jax.tree.map(jnp.sum, tx.diagonal(operator, k=size).value)
     exact = np.array(jax.tree.leaves(exact))
-    axis.bar(
-        names, traces, yerr=2 * bars, capsize=4, label="60 products, ± 2 std. errors"
-    )
+    label = "60 products ± 2 standard errors"
+    axis.bar(names, traces, yerr=2 * bars, capsize=4, label=label)
     axis.plot(names, exact, "k_", ms=20, label="exact")
     axis.set(title=title, ylabel="trace of the block")
     axis.tick_params(axis="x", labelrotation=20)
