@@ -66,12 +66,14 @@ def diagonal(
     A [`traceax.Solution`][], whose `value` is a PyTree of the operator's structure, as is
     its standard error `std_err`, for each entry. `stats["num_samples"]` is the number of
     samples m: an interval for an entry takes the quantile of Student's t with m - 1
-    degrees of freedom. The estimate is unbiased. Operators in bfloat16 or float16 are
+    degrees of freedom. The estimate is unbiased; with the default estimator nearly so,
+    see there. Operators in bfloat16 or float16 are
     applied in their own dtype; everything else is float32, and so are `value` and
     `std_err`.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
-    operator's arrays. A derivative is an unbiased estimate of that of the diagonal.
+    operator's arrays. A derivative is an estimate of that of the diagonal, and as
+    unbiased.
 
     **Raises:**
 

@@ -16,8 +16,8 @@ Likely causes:
 (b) the operator's function overflows or divides by zero for the probe vectors, which
     have entries of size one: try `operator.mv` on a vector of ones; or
 
-(c) the trace itself is too large for the dtype, or the power of a norm from which that is
-    made is too large or too small: scale the operator or use a wider dtype.
+(c) the trace itself is too large for the dtype, or the power from which a norm is made
+    too large or too small for it: scale the operator or use a wider one.
 """.strip()
 
 _not_semidefinite_msg = """
