@@ -39,8 +39,8 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
     Where the eigenvalues are alike (a diagonally dominant matrix, say), a basis of `k`
     vectors knows too little of the operator to pay, and plain signs are better.
 
-    The choice is made from the probes that are used. Where neither is much better, that is
-    a bias: of a tenth of the error where n is 20, of less where it is larger. For an
+    The choice is made from the probes that are used. Where neither is much better, that
+    is a bias: of a tenth of the error where n is 20, of less where it is larger. For an
     unbiased estimate, name the estimator.
 
     !!! Example
