@@ -22,12 +22,16 @@ def take(buffer: Inexact[Array, "n p"], i: Int[Array, ""], b: int) -> Array:
 def put(
     buffer: Inexact[Array, "n p"], block: Inexact[Array, "n b"], i: Int[Array, ""]
 ) -> Inexact[Array, "n p"]:
+    if buffer.shape == block.shape:
+        return block
     return jax.lax.dynamic_update_slice_in_dim(buffer, block, i * block.shape[1], axis=1)
 
 
 def put_rows(
     buffer: Inexact[Array, "p m"], block: Inexact[Array, "b m"], i: Int[Array, ""]
 ) -> Inexact[Array, "p m"]:
+    if buffer.shape == block.shape:
+        return block
     return jax.lax.dynamic_update_slice_in_dim(buffer, block, i * block.shape[0], axis=0)
 
 
