@@ -121,7 +121,7 @@ class AbstractExecution(eqx.Module):
         - `n`: the size of the operator.
         - `width`: as for `map_reduce`.
         """
-        return max(1, min(128, 2**21 // n, 2**26 // (n * width)))
+        return max(1, min(128, 2**20 // n, 2**26 // (n * width)))
 
     @abc.abstractmethod
     def factorising(self) -> contextlib.AbstractContextManager[None]:
@@ -158,7 +158,7 @@ class Local(AbstractExecution):
     **Attributes:**
 
     - `block_size`: probe vectors per block. `None` takes 128, or fewer where n is large:
-        so many that a block of probes holds at most two million numbers and, for
+        so many that a block of probes holds at most a million numbers and, for
         estimators that keep a Krylov basis for each probe, all bases at most 64 million.
     - `host_factorisations`: whether dense factorisations are made on the host, with
         LAPACK, and the rest on the accelerator. No effect on CPU.

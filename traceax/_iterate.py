@@ -209,7 +209,9 @@ def fold(
         total = total + jnp.sum(outs[0], axis=0)
         return (total, merge(_stacked(summary, parts))), None
 
-    size = min(k, execution.chunk(operator.size, width))
+    # A few at a time, even where products are made one by one: so the summary, which may
+    # have as many entries as a vector, is merged less often.
+    size = min(k, max(8, execution.chunk(operator.size, width)))
     full = k - k % size
 
     def once(indices):
@@ -311,7 +313,7 @@ def stream(
 
     def assess(buffers, _):
         moments = buffers[1][0]
-        std_err = moments.std_err(skewed=not quantity.entrywise)
+        std_err = moments.std_err()
         value, std_err = quantity.present(moments.mean, std_err)
         return Assessment(k.size(value), k.size(std_err), moments.count)
 

@@ -1,3 +1,6 @@
+import functools as ft
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -16,13 +19,18 @@ class Moments(eqx.Module):
     center: Real[Array, "*parts_c_q"]
     unit: Real[Array, "*parts_q"]
     squares: Real[Array, "*parts_c_q"]
-    cubes: Real[Array, "*parts_c_q"]
+    cubes: Real[Array, "*parts_c_q"] | None
 
     @classmethod
     def of(
-        cls, samples: Inexact[Array, "m ..."], valid: Bool[Array, " m"] | None = None
+        cls,
+        samples: Inexact[Array, "m ..."],
+        valid: Bool[Array, " m"] | None = None,
+        *,
+        skewed: bool = True,
     ) -> "Moments":
-        """Of the samples that are `valid`; the others may be anything."""
+        """Of the samples that are `valid`; the others may be anything. Third moments are
+        left out where the samples are not `skewed`."""
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
@@ -33,27 +41,42 @@ class Moments(eqx.Module):
         count = jnp.ones(len(samples), unit.dtype)
         count = count if valid is None else valid.astype(unit.dtype)
         zeros = jnp.zeros_like(center)
-        return cls.merge(cls(count, center, unit, zeros, zeros))
+        return cls.merge(cls(count, center, unit, zeros, zeros if skewed else None))
 
     @classmethod
     def merge(cls, parts: "Moments") -> "Moments":
         """Of all samples together, for moments stacked along a first axis. Chan, Golub
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
-        count = _beside(parts.count, parts.center)
         total = jnp.sum(parts.count)
-        pivot = parts.center[jnp.argmax(parts.count > 0)]
-        weight = count / jnp.maximum(total, 1)
-        center = pivot + jnp.sum(weight * (parts.center - pivot), axis=0)
-        shift = jnp.where(count > 0, parts.center - center, 0)
-        # One maximum: that of units, often constants, would be folded, which is slow.
-        unit = jnp.maximum(jnp.max(jnp.abs(shift), axis=1), parts.unit)
-        unit = jnp.max(unit, axis=0)
+        pivot = _first(parts.count > 0, parts.center)
+
+        def shift(part):
+            return jnp.where(part.count > 0, part.center - center, 0)
+
+        def offset(part):
+            return part.count / jnp.maximum(total, 1) * (part.center - pivot)
+
+        def largest(part):
+            # One maximum: that of units, often constants, would be folded, which is slow.
+            return jnp.maximum(jnp.max(jnp.abs(shift(part)), axis=0), part.unit)
+
+        def square(part):
+            return (
+                part.squares * (part.unit / safe) ** 2
+                + part.count * (shift(part) / safe) ** 2
+            )
+
+        def cube(part):
+            ratio, moved = part.unit / safe, shift(part) / safe
+            squares = 3 * moved * part.squares * ratio**2
+            return part.cubes * ratio**3 + squares + part.count * moved**3
+
+        center = pivot + _over_first(jnp.add, offset, parts)
+        unit = _over_first(jnp.maximum, largest, parts)
         safe = jnp.where(unit > 0, unit, 1)
-        ratio, shift = (parts.unit / safe)[:, None], shift / safe
-        squares, cubes = parts.squares * ratio**2, parts.cubes * ratio**3
-        cubes = cubes + 3 * shift * squares + count * shift**3
-        squares = squares + count * shift**2
-        return cls(total, center, unit, jnp.sum(squares, axis=0), jnp.sum(cubes, axis=0))
+        squares = _over_first(jnp.add, square, parts)
+        cubes = None if parts.cubes is None else _over_first(jnp.add, cube, parts)
+        return cls(total, center, unit, squares, cubes)
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
@@ -75,9 +98,7 @@ class Moments(eqx.Module):
         freedom = jnp.where(self.count > 1, self.count * (self.count - 1), 1)
         return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
 
-    def std_err(
-        self, covariance: Real[Array, "*q"] | float = 0.0, *, skewed: bool = True
-    ) -> Real[Array, "*q"]:
+    def std_err(self, covariance: Real[Array, "*q"] | float = 0.0) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
 
         `covariance` is that of two samples; with it the variance of the mean is
@@ -90,11 +111,11 @@ class Moments(eqx.Module):
         2.6). The sample skewness is itself too small in small samples, and below
         `sqrt(m)` whatever the samples, so `c` is rounded up, and `(4 / m)^2` is added for
         what few samples cannot show. A term for `E[s] < sigma` is added too. The factor
-        tends to 1 as m grows. Samples that are not `skewed`, as those of an entry of the
+        tends to 1 as m grows. Samples without third moments, as those of an entry of the
         diagonal, need none of it.
         """
         correlated = jnp.sqrt(jnp.maximum(covariance, 0))
-        if not skewed:
+        if self.cubes is None:
             return jnp.hypot(self.independent_std_err, correlated)
         unseen = (4 / self.count) ** 2
         inflation = 1 + 2 * (1 + self.skewness**2 + unseen) / self.count
@@ -104,3 +125,29 @@ class Moments(eqx.Module):
 def _beside(x: Array, entries: Array) -> Array:
     """A number for each sample, to be combined with the entries of the samples."""
     return x.reshape(x.shape + (1,) * (entries.ndim - x.ndim))
+
+
+# Reductions over a short leading axis of large arrays are ten times slower on CPU than
+# the same arithmetic on whole slices, one after another.
+_SHORT = 8
+
+
+def _over_first(
+    combine: Callable[[Array, Array], Array],
+    fn: Callable[[Moments], Array],
+    parts: Moments,
+) -> Array:
+    """What `fn` makes of each of the stacked `parts`, combined."""
+    if len(parts.count) > _SHORT:
+        return combine.reduce(jax.vmap(fn)(parts), axis=0)  # pyright: ignore
+    one_by_one = zip(*jax.tree.map(list, jax.tree.leaves(parts)), strict=True)
+    tree = jax.tree.structure(parts)
+    return ft.reduce(combine, (fn(tree.unflatten(leaves)) for leaves in one_by_one))
+
+
+def _first(used: Bool[Array, " p"], x: Array) -> Array:
+    """The first slice that is `used`."""
+    if len(x) > _SHORT:
+        return x[jnp.argmax(used)]
+    pairs = reversed(list(zip(used, x, strict=True)))
+    return ft.reduce(lambda last, pair: jnp.where(pair[0], pair[1], last), pairs, x[0])

@@ -263,7 +263,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
             return self._read(quantity, flat, probe), ()
 
         def reduce(outs, valid):
-            return (Moments.of(outs[0], valid),)
+            return (Moments.of(outs[0], valid, skewed=not quantity.entrywise),)
 
         def merge(parts):
             return (Moments.merge(parts[0]),)
@@ -277,7 +277,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         (moments,) = streamed.summary
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
-            std_err=moments.std_err(skewed=not quantity.entrywise),
+            std_err=moments.std_err(),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=flat.rounding,

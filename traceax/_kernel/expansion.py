@@ -126,9 +126,9 @@ def read(
     common = jnp.sum(_rows(quantity, [expansion.shared]), axis=0)
     common = common + expansion.shift * quantity.read(ones, ones)
     samples = common + _rows(quantity, expansion.own())
-    moments = Moments.of(samples, valid)
+    moments = Moments.of(samples, valid, skewed=not quantity.entrywise)
     covariance = _steady(expansion.covariance(quantity, valid), moments)
-    std_err = moments.std_err(covariance, skewed=not quantity.entrywise)
+    std_err = moments.std_err(covariance)
     seen = _rows(quantity, [(expansion.products, expansion.products)])
     magnitude = jnp.sqrt(jnp.sum(seen.real, axis=0))
     kept = samples if samples.ndim == 1 else None
