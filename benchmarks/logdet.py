@@ -54,7 +54,7 @@ def matfree_logdet(matvec, n, k, num_steps, reortho):
 
 
 def traceax_logdet(make_operator, k, num_steps, window):
-    estimator = tx.SLQEstimator(window=window)
+    estimator = tx.SLQEstimator(krylov=tx.Lanczos(window))
 
     def logdet(data, key):
         operator = make_operator(data)

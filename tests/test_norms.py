@@ -417,9 +417,9 @@ def test_misuse(norm):
             "`estimator` must be an instance",
         ),
         (
-            lambda: NUCLEAR(OPERATOR, 1, estimator=tx.KrylovAwareEstimator()),
+            lambda: NUCLEAR(OPERATOR, 1, estimator=tx.KrylovAwareEstimator(), k=3),
             ValueError,
-            "Found `KrylovAwareEstimator`",
+            "`KrylovAwareEstimator` needs an operator that is tagged Hermitian",
         ),
         (
             lambda: NUCLEAR(

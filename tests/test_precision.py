@@ -145,7 +145,10 @@ CALLS = {
     "adaptive": {"k": tx.Adaptive(rtol=5e-2, max_k=64)},
     "mesh": {"k": 10, "execution": tx.Sharded(tx.probe_mesh())},
     "deflated": {"k": 12, "estimator": tx.KrylovAwareEstimator()},
-    "no reorthogonalisation": {"k": 10, "estimator": tx.SLQEstimator(window=0)},
+    "no reorthogonalisation": {
+        "k": 10,
+        "estimator": tx.SLQEstimator(krylov=tx.Lanczos(window=0)),
+    },
 }
 
 

@@ -72,11 +72,17 @@ from ._matfun.gradients import (
     LanczosGradient as LanczosGradient,
     SolveGradient as SolveGradient,
 )
+from ._matfun.krylov import (
+    AbstractKrylovMethod as AbstractKrylovMethod,
+    GolubKahan as GolubKahan,
+    Lanczos as Lanczos,
+)
 from ._matfun.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
 from ._matfun.make_preconditioner import (
     nystrom_preconditioner as nystrom_preconditioner,
     pivoted_cholesky_preconditioner as pivoted_cholesky_preconditioner,
 )
+from ._matfun.preconditioned import Preconditioned as Preconditioned
 from ._matfun.preconditioner import (
     AbstractPreconditioner as AbstractPreconditioner,
     Preconditioner as Preconditioner,

@@ -74,8 +74,6 @@ class Adaptive(eqx.Module):
         standard error are compared with the tolerances, and in which `history` and
         `callback` have them. By default the two-norm; those of `optimistix` fit. Static,
         like `callback`.
-    - `offset`: a part of the value that is known exactly, beside the one that is
-        estimated, and counts for `rtol`. `traceax.logdet` sets it for a preconditioner.
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
         set it where the budget allows for both.
     """
@@ -91,7 +89,6 @@ class Adaptive(eqx.Module):
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
     state: PyTree[Array]
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
-    offset: Real[Array, ""]
     exact_cost: int | None = eqx.field(static=True)
 
     def __init__(
@@ -108,7 +105,6 @@ class Adaptive(eqx.Module):
         callback: Callable[[Any, Any, Any], None] | None = None,
         state: PyTree[Array] = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
-        offset: Scalar | float = 0.0,
         exact_cost: int | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
@@ -154,7 +150,6 @@ class Adaptive(eqx.Module):
         self.callback = callback
         self.state = state
         self.norm = norm
-        self.offset = _real(offset)
         self.exact_cost = exact_cost
 
     @property
@@ -186,8 +181,8 @@ class Adaptive(eqx.Module):
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
         """The largest error that is asked for, in the units of the value."""
-        size = jnp.abs(value + self.offset)
-        return jnp.maximum(self.atol, self.rtol * size).astype(value.real.dtype)
+        size = jnp.maximum(self.atol, self.rtol * jnp.abs(value))
+        return size.astype(value.real.dtype)
 
     def excess(
         self,

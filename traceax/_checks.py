@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
 
-from ._flat import check_spaces, check_square, dtypes, hermitian_tag
+from ._flat import check_spaces, check_square, is_complex, is_hermitian
 
 
 _P = ParamSpec("_P")
@@ -54,25 +54,11 @@ def check_operator(operator: Any, *, square: bool = True) -> None:
     )
 
 
-def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say so; lineax has no tag for complex Hermitian operators."""
-    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
-        return True
-    if hermitian_tag in getattr(operator, "tags", ()):
-        return True
-    return not _is_complex(operator) and lx.is_symmetric(operator)
-
-
-def _is_complex(operator: lx.AbstractLinearOperator) -> bool:
-    return jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
-
-
 def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
     """Raise unless the operator is Hermitian, and says so."""
     if is_hermitian(operator):
         return
-    is_complex = _is_complex(operator)
-    tag = "traceax.hermitian_tag" if is_complex else "lineax.symmetric_tag"
+    tag = "traceax.hermitian_tag" if is_complex(operator) else "lineax.symmetric_tag"
     raise ValueError(
         "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "
         f"{type(operator).__name__} without one. If it is, wrap it: "

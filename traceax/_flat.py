@@ -70,12 +70,14 @@ class FlatOperator(eqx.Module):
     - `size`: n, the length of the vectors that it is applied to.
     - `dtype`: of the vectors in and out: the operator's, but at least float32.
     - `precision`: the coarsest dtype that a product passes through.
+    - `hermitian`: whether it is known to be.
     """
 
     fn: Callable[[Array], Array]
     size: int = eqx.field(static=True)
     dtype: jnp.dtype = eqx.field(static=True)
     precision: jnp.dtype = eqx.field(static=True)
+    hermitian: bool = eqx.field(static=True, default=False)
 
     @property
     def eps(self) -> float:
@@ -101,6 +103,19 @@ class FlatOperator(eqx.Module):
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
         (product,) = jax.linear_transpose(self.fn, like)(vector.conj())
         return product.conj()
+
+
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the tags say so; lineax has no tag for complex Hermitian operators."""
+    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+        return True
+    if hermitian_tag in getattr(operator, "tags", ()):
+        return True
+    return not is_complex(operator) and lx.is_symmetric(operator)
+
+
+def is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    return jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
 
 
 def check_square(operator: lx.AbstractLinearOperator) -> None:
@@ -173,7 +188,8 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
-    return FlatOperator(_Product.of(mv, size, dtype), size, dtype, precision)
+    product = _Product.of(mv, size, dtype)
+    return FlatOperator(product, size, dtype, precision, is_hermitian(operator))
 
 
 def unflatten(

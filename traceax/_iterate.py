@@ -95,10 +95,9 @@ def iterate(
         rounds = rounds + 1
         seen = assess(buffers, rounds)
         spent = rounds * adaptive.round_size
-        value = seen.value + adaptive.offset.astype(real)
-        rounds = _report(adaptive.callback, rounds, spent, value, seen.std_err)
+        rounds = _report(adaptive.callback, rounds, spent, seen.value, seen.std_err)
         if adaptive.history:
-            row = jnp.stack([spent.astype(real), value.real, seen.std_err])
+            row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
             history = history.at[rounds - 1].set(row)
         excess = adaptive.excess(seen.value, seen.std_err, seen.count)
         share = jnp.minimum(1 / excess**2, seen.count / adaptive.min_samples)

@@ -1,25 +1,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from ._adaptive import Adaptive, largest_budget
+from ._adaptive import Adaptive
 from ._checks import check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
-from ._flat import flatten
-from ._matfun.all_eigenvalues import exact_over_singular_values, exact_trace_of_function
+from ._flat import FlatOperator, flatten
+from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.functions import Log
+from ._matfun.functions import AbstractSpectralFunction, Log, SingularLog
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
+from ._matfun.preconditioned import Preconditioned
 from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.slq import SLQEstimator
 from ._matfun.structured import SignLog, structured_log_det
-from ._sampler import draw_for
 from ._solution import Estimate, failure, RESULTS, Solution
 from ._solve import solve
 
@@ -28,23 +28,16 @@ class _LogDet(AbstractFunctionTask):
     """An estimator of the log-determinant, with its settings."""
 
     estimator: AbstractFunctionEstimator
-    preconditioner: AbstractPreconditioner | None
     gradient: AbstractFunctionGradient
     num_steps: int = eqx.field(static=True)
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
     ) -> Estimate:
-        if (determinant := structured_log_det(operator)) is not None:
-            return _from_structure(determinant)
-        sign, definite = _definite(operator)
-        if definite is None:
-            return exact_over_singular_values(
-                flatten(operator), Log(), self.gradient, execution
-            )
-        flat = flatten(definite)
-        estimate = exact_trace_of_function(flat, Log(), self.gradient, execution)
-        return _with_stats(estimate, sign=sign)
+        def dense(flat, function):
+            return exact_trace_of_function(flat, function, self.gradient, execution)
+
+        return _with_sign(operator, dense)
 
     def run(
         self,
@@ -53,69 +46,37 @@ class _LogDet(AbstractFunctionTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if (determinant := structured_log_det(operator)) is not None:
-            return _from_structure(determinant)
-        num_steps = min(self.num_steps, operator.in_size())
-        settings: Any = {"k": k, "num_steps": num_steps, "key": key}
-        settings["execution"] = execution
-        sign, definite = _definite(operator)
-        if definite is None:
-            assert isinstance(self.estimator, SLQEstimator)
-            flat = flatten(operator)
-            return self.estimator.run_singular(flat, Log(), self.gradient, **settings)
-        flat, outer = flatten(definite), self.preconditioner
-        if outer is None:
-            estimate = self.estimator.run(flat, Log(), self.gradient, **settings)
-            return _with_stats(estimate, sign=sign)
-        assert isinstance(self.estimator, SLQEstimator)
-        bound = self.estimator.lower_bound
-        if bound is not None:
-            # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
-            bound = bound / outer.largest
-        estimator = dataclasses.replace(self.estimator, lower_bound=bound)
-        inside = outer.apply_to(flat)
-        if isinstance(k, Adaptive):
-            settings["k"] = dataclasses.replace(k, offset=outer.logdet)
-        estimate = estimator.run(inside, Log(), self.gradient, **settings)
-        count = largest_budget(k)
-        probes = draw_for(inside, self.estimator.sampler, key, jnp.arange(count))
-        if isinstance(k, Adaptive):
-            # Those that were used, as if they were as many as there could be.
-            used = estimate.num_matvecs // num_steps
-            share = jnp.maximum(used, 1).astype(probes.dtype) / count
-            weight = 1 / jnp.sqrt(share)
-            probes = jnp.where(jnp.arange(count) < used, weight * probes, 0)
-        value = outer.control(flat, estimate.value, probes, execution)
-        samples = estimate.samples
-        assert samples is not None
-        shifted = {
-            name: estimate.extra[name] + outer.logdet
-            for name in ("bracket", "sample_brackets")
-        }
-        estimate = dataclasses.replace(
-            estimate,
-            value=value + outer.logdet,
-            samples=samples + outer.logdet,
-            num_matvecs=estimate.num_matvecs + outer.num_matvecs,
-        )
-        return _with_stats(estimate, sign=sign, **shifted)
+        def estimated(flat, function):
+            return self.estimator.run(
+                flat,
+                function,
+                self.gradient,
+                k=k,
+                num_steps=min(self.num_steps, flat.size),
+                key=key,
+                execution=execution,
+            )
+
+        return _with_sign(operator, estimated)
 
 
-def _definite(
+def _with_sign(
     operator: lx.AbstractLinearOperator,
-) -> tuple[float, lx.AbstractLinearOperator | None]:
-    """The sign of the determinant, and the operator or its negative, whichever is
-    positive semidefinite; None if neither is known to be."""
+    sum_of: Callable[[FlatOperator, AbstractSpectralFunction], Estimate],
+) -> Estimate:
+    """The estimate of `log |det A|`, as a sum over the spectrum where the structure of
+    the operator does not tell it, and the sign where that is known."""
+    if (determinant := structured_log_det(operator)) is not None:
+        return _from_structure(determinant)
     if lx.is_positive_semidefinite(operator):
-        return 1.0, operator
-    if lx.is_negative_semidefinite(operator):
-        return (-1.0) ** operator.in_size(), -operator
-    return 1.0, None
-
-
-def _with_stats(estimate: Estimate, *, sign: Any, **stats: Array) -> Estimate:
-    stats["sign"] = jnp.asarray(sign, estimate.value.dtype)
-    return dataclasses.replace(estimate, extra=estimate.extra | stats)
+        sign, estimate = 1.0, sum_of(flatten(operator), Log())
+    elif lx.is_negative_semidefinite(operator):
+        sign = (-1.0) ** operator.in_size()
+        estimate = sum_of(flatten(-operator), Log())
+    else:
+        return sum_of(flatten(operator), SingularLog())
+    extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
+    return dataclasses.replace(estimate, extra=extra)
 
 
 def _from_structure(determinant: SignLog) -> Estimate:
@@ -184,9 +145,9 @@ def logdet(
     - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
         count as n.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
-    - `preconditioner`: of an operator tagged positive semidefinite, which may have been
-        made from the same or from a similar operator. See
-        [`traceax.nystrom_preconditioner`][].
+    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative of
+        one tagged negative), made from the same or from a similar operator. See
+        [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where and how many at a time products are made.
@@ -222,36 +183,7 @@ def logdet(
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    definite = lx.is_positive_semidefinite(operator)
-    negative = lx.is_negative_semidefinite(operator)
-    slq = isinstance(estimator, SLQEstimator)
-    if not slq and (preconditioner is not None or not (definite or negative)):
-        raise ValueError(
-            "`estimator` must be a `traceax.SLQEstimator` for a log-determinant with a "
-            "preconditioner, and for one of an operator without a semidefinite tag. "
-            f"Found `{type(estimator).__name__}`."
-        )
     if preconditioner is not None:
-        example = "nystrom_preconditioner(operator, rank, key=key)"
-        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
-        if preconditioner.size != operator.in_size():
-            raise ValueError(
-                "`preconditioner` must be of the size of `operator`. Found "
-                f"{preconditioner.size} and {operator.in_size()}. Make it from this "
-                f"operator, for example `traceax.{example}`."
-            )
-        if not definite:
-            raise ValueError(
-                "`operator` must be tagged positive semidefinite where there is a "
-                f"`preconditioner`. Found `operator` of type {type(operator).__name__} "
-                "without the tag. If it is, say so: `lineax.TaggedLinearOperator("
-                "operator, lineax.positive_semidefinite_tag)`; if not, leave "
-                "`preconditioner` out."
-            )
-    task = _LogDet(
-        estimator=estimator,
-        preconditioner=preconditioner,
-        gradient=gradient,
-        num_steps=num_steps,
-    )
+        estimator = Preconditioned(estimator, preconditioner)
+    task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

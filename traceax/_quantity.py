@@ -144,6 +144,19 @@ class SchattenNorm(AbstractQuantity):
         return _root(value, std_err, self.power)
 
 
+class Shifted(AbstractQuantity):
+    """A quantity plus an `offset` that is known exactly."""
+
+    quantity: AbstractQuantity
+    offset: Array
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+        return self.quantity.read(left, image)
+
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return self.quantity.present(value + self.offset, std_err)
+
+
 def _noticed(square: Array, nonzero: Array) -> Array:
     """A square, as the smallest normal number where it is less without being zero, so
     that what underflows is not taken for zero."""

@@ -15,7 +15,7 @@ from ._adaptive import Adaptive
 from ._checks import check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
-from ._matfun.all_eigenvalues import exact_over_singular_values
+from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import SingularPower
 from ._matfun.gradients import LanczosGradient
@@ -38,7 +38,7 @@ class _Schatten(AbstractFunctionTask):
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
     ) -> Estimate:
         flat, gradient = flatten(operator), LanczosGradient()
-        estimate = exact_over_singular_values(flat, self.function, gradient, execution)
+        estimate = exact_trace_of_function(flat, self.function, gradient, execution)
         return self._checked(flat, estimate)
 
     def run(
@@ -48,13 +48,12 @@ class _Schatten(AbstractFunctionTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        assert isinstance(self.estimator, SLQEstimator)
         flat = flatten(operator)
-        estimate = self.estimator.run_singular(
+        estimate = self.estimator.run(
             flat,
             self.function,
             LanczosGradient(),
-            self.quantity,
+            quantity=self.quantity,
             k=k,
             num_steps=min(self.num_steps, flat.size),
             key=key,
@@ -162,11 +161,6 @@ def schatten_norm(
     p = _check_power(p)
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    if not isinstance(estimator, SLQEstimator):
-        raise ValueError(
-            "`estimator` must be a `traceax.SLQEstimator` for a Schatten norm. Found "
-            f"`{type(estimator).__name__}`."
-        )
     tall = operator if operator.out_size() >= operator.in_size() else operator.T
     task = _Schatten(
         estimator=estimator,

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -180,6 +181,8 @@ class Estimate(eqx.Module):
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
     - `num_samples`: how many samples the estimate is the mean of.
+    - `probes`: a function that makes the probes, shape `(n, p)`, in whose products the
+        derivative of `value` is read; the mean of their outer products is the identity.
     """
 
     value: Inexact[Array, "*q"]
@@ -192,6 +195,7 @@ class Estimate(eqx.Module):
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
+    probes: Callable[[], Inexact[Array, "n p"]] | None = None
 
 
 class Solution(eqx.Module):

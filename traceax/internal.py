@@ -23,10 +23,7 @@ from ._kernel.expansion import (
     OneSided as OneSided,
 )
 from ._kernel.lanczos import block_lanczos as block_lanczos, lanczos as lanczos
-from ._matfun.quadratic_form import (
-    lanczos_form as lanczos_form,
-    QuadraticForm as QuadraticForm,
-)
+from ._matfun.quadratic_form import QuadraticForm as QuadraticForm
 from ._measure import measure as measure
 from ._moments import Moments as Moments
 from ._quantity import (

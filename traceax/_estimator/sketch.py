@@ -9,9 +9,8 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
-from .._checks import is_hermitian
 from .._execution import AbstractExecution, full_precision
-from .._flat import FlatOperator, flatten
+from .._flat import FlatOperator, flatten, is_hermitian
 from .._gradient import attach, attach_derivative, Frame, read_by
 from .._iterate import LoopResult, sum_over_rounds
 from .._kernel.expansion import AbstractExpansion, read, Reading

@@ -1,7 +1,7 @@
 import abc
 
 import equinox as eqx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution
@@ -15,7 +15,7 @@ from .gradients import AbstractFunctionGradient
 
 
 class AbstractFunctionEstimator(eqx.Module):
-    """An estimator of $\\mathrm{tr} f(A)$ for Hermitian $A$. Hand one to
+    """An estimator of $\\mathrm{tr} f(A)$. Hand one to
     [`traceax.trace_of_function`][] or [`traceax.logdet`][].
 
     !!! Example
@@ -66,23 +66,41 @@ class AbstractFunctionEstimator(eqx.Module):
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
+        quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         """Estimate $\\mathrm{tr} f(A)$.
 
         **Arguments:**
 
-        - `operator`: A, Hermitian, as a map of flat vectors.
+        - `operator`: A, as a map of flat vectors.
         - `function`: f.
         - `gradient`: how the derivative is to be made.
         - `k`: the number of probes, a number or adaptive.
         - `num_steps`: the number of Lanczos steps, at most n.
         - `key`: a JAX PRNG key, or `None` if the caller gave none.
         - `execution`: where products are to be made.
+        - `quantity`: what users see of the trace, to which the tolerance of an adaptive
+            budget applies: its root for a norm, say. The estimate is of the trace.
 
         **Returns:**
 
         An `Estimate` of `traceax.internal`, from at most `k * num_steps` products.
         """
+
+    def rescaled(self, factor: Scalar) -> "AbstractFunctionEstimator":
+        """The same for an operator whose spectrum lies above `factor` times that of the
+        one that it was made for. By default the estimator itself: override it where it
+        holds what is known of the spectrum.
+
+        **Arguments:**
+
+        - `factor`: a positive number.
+
+        **Returns:**
+
+        An estimator of the same class.
+        """
+        return self
 
 
 class AbstractFunctionTask(AbstractTask):

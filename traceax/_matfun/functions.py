@@ -48,12 +48,16 @@ class AbstractSpectralFunction(eqx.Module):
     - `bracketed`: whether on positive numbers the derivatives from the second on
         alternate in sign, so that Gauss and Gauss-Radau rules bracket $z^* f(A) z$.
     - `nonnegative`: whether $f \\ge 0$ on the domain, so that $f(A)$ is semidefinite.
+    - `of_singular_values`: whether it is one of the singular values of A, which then need
+        not be Hermitian, rather than of its eigenvalues; `bracketed` is of
+        $f(\\sqrt{x})$ then.
     """
 
     semidefinite_domain: eqx.AbstractVar[bool]
     singular_at_zero: eqx.AbstractVar[bool]
     bracketed: eqx.AbstractVar[bool]
     nonnegative: eqx.AbstractVar[bool]
+    of_singular_values: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
@@ -99,6 +103,23 @@ class Log(AbstractSpectralFunction):
     singular_at_zero: ClassVar[bool] = True
     bracketed: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        return jnp.log(x)
+
+    @property
+    def derivative_by_solves(self) -> tuple[float, int] | None:
+        return 1.0, 1
+
+
+class SingularLog(AbstractSpectralFunction):
+    """The logarithm of singular values, whose sum is `log |det A|`."""
+
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = True
+    bracketed: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = False
+    of_singular_values: ClassVar[bool] = True
 
     def __call__(self, x):
         return jnp.log(x)
@@ -208,13 +229,13 @@ class Power(AbstractSpectralFunction):
 
 
 class SingularPower(AbstractSpectralFunction):
-    """`s^p` of singular values, for a real p > 0. `bracketed` is of `x^(p/2)`, a function
-    of their squares."""
+    """`s^p` of singular values, for a real p > 0."""
 
     exponent: float = eqx.field(static=True)
     semidefinite_domain: ClassVar[bool] = True
     singular_at_zero: ClassVar[bool] = False
     nonnegative: ClassVar[bool] = True
+    of_singular_values: ClassVar[bool] = True
 
     def __init__(self, exponent: float):
         self.exponent = exponent

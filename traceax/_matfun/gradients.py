@@ -24,11 +24,11 @@ class AbstractFunctionGradient(eqx.Module):
             # By solves where the derivative is a power, else from the Lanczos run.
             solver: lx.AbstractLinearSolver
 
-            def frame(self, function, approximation, right, hermitian=True):
+            def frame(self, function, approximation, right):
                 chosen = tx.SolveGradient(self.solver)
                 if function.derivative_by_solves is None:
                     chosen = tx.LanczosGradient()
-                return chosen.frame(function, approximation, right, hermitian)
+                return chosen.frame(function, approximation, right)
 
         def trace_of_exp(scale):
             operator = lx.MatrixLinearOperator(scale * jnp.eye(100), lx.symmetric_tag)
@@ -48,17 +48,16 @@ class AbstractFunctionGradient(eqx.Module):
         function: AbstractSpectralFunction,
         approximation: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
-        hermitian: bool = True,
     ) -> AbstractFrame:
         """The frame from which a derivative is made.
 
         **Arguments:**
 
         - `function`: f.
-        - `approximation`: what Lanczos says is $f'(A) R$, shape `(n, p)`.
+        - `approximation`: what Lanczos says is $f'(A) R$, shape `(n, p)`; for a function
+            of singular values, with $A = U S V^*$, what Golub-Kahan says is $U f'(S) V^*
+            R$, shape `(m, p)`.
         - `right`: R, the probes, shape `(n, p)`.
-        - `hermitian`: False for $\\log|A|$ of a general operator: then it is
-            $A^{-*} R$.
 
         **Returns:**
 
@@ -101,7 +100,6 @@ class LanczosGradient(AbstractFunctionGradient):
         function: AbstractSpectralFunction,
         approximation: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
-        hermitian: bool = True,
     ) -> AbstractFrame:
         return FirstOrderFrame(approximation, right)
 
@@ -153,7 +151,6 @@ class SolveGradient(AbstractFunctionGradient):
         function: AbstractSpectralFunction,
         approximation: Inexact[Array, "n p"],
         right: Inexact[Array, "n p"],
-        hermitian: bool = True,
     ) -> AbstractFrame:
         power = function.derivative_by_solves
         if power is None:
@@ -166,6 +163,7 @@ class SolveGradient(AbstractFunctionGradient):
                 "function: take differences of first ones, with the same key."
             )
         coefficient, num_solves = power
+        hermitian = not function.of_singular_values
         return SolvedFrame(right, self.solver, coefficient, num_solves, hermitian)
 
 

@@ -10,15 +10,16 @@ from .._gradient import attach
 from .._kernel.dense import eigh
 from .._kernel.lanczos import block_lanczos
 from .._moments import Moments
+from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
 from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
+from .krylov import Lanczos
 from .quadratic_form import (
     check_domain,
     check_precision,
-    lanczos_form,
     slopes_at,
     span,
     values_at,
@@ -101,7 +102,16 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
+        quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
+        if not Lanczos().fits(operator, function):
+            raise ValueError(
+                "`KrylovAwareEstimator` needs an operator that is tagged Hermitian, and a "
+                "function of its eigenvalues. Found a function "
+                f"`{type(function).__name__}`, and an operator that is "
+                f"{'' if operator.hermitian else 'not '}known to be Hermitian. Tag it if "
+                "it is, or use `traceax.SLQEstimator`."
+            )
         if isinstance(k, Adaptive):
             raise ValueError(
                 "`KrylovAwareEstimator` needs a fixed budget. Found "
@@ -133,15 +143,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             left = run.basis @ ((vectors * slopes) @ lead.conj().T)
 
         def form(flat, probe):
-            return lanczos_form(
-                flat.mv,
-                probe,
-                function,
-                num_steps,
-                window=None,
-                lower_bound=None,
-                eps=flat.eps,
-            )
+            return Lanczos().form(flat, probe, function, num_steps, None)
 
         forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
         moments = Moments.of(deflated + forms.value)
@@ -166,6 +168,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 "gradient_residual": forms.residual,
                 "ritz_values": extremes,
             },
+            probes=lambda: right.shape[1] ** 0.5 * right,
         )
 
 

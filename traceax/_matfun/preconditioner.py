@@ -1,4 +1,5 @@
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -132,7 +133,7 @@ class AbstractPreconditioner(eqx.Module):
         Another such map.
         """
         fn = _Preconditioned(operator.fn, self)
-        return FlatOperator(fn, operator.size, operator.dtype, operator.precision)
+        return dataclasses.replace(operator, fn=fn)
 
 
 @eqx.filter_jit

@@ -1,12 +1,11 @@
-from collections.abc import Callable
+import dataclasses
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray, Scalar
+from jaxtyping import PRNGKeyArray, Scalar
 
-from .._adaptive import Adaptive
-from .._checks import check_window, plain_integer
+from .._adaptive import Adaptive, largest_budget
+from .._checks import check_instance
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator
 from .._gradient import attach, attach_derivative
@@ -14,18 +13,12 @@ from .._iterate import stream
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate, first_failure, RESULTS
+from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import (
-    check_domain,
-    check_precision,
-    golub_kahan_form,
-    lanczos_form,
-    QuadraticForm,
-    span,
-)
+from .krylov import AbstractKrylovMethod, GolubKahan, Lanczos
+from .quadratic_form import check_domain, check_precision, span
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -39,9 +32,10 @@ class SLQEstimator(AbstractFunctionEstimator):
     `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`. If that
     is wider than `std_err`, more steps or a preconditioner help, and more probes do not.
 
-    Cost: `k * num_steps` products. Memory: `num_steps` vectors of length n for each probe
-    of a block; with `window=0` and no derivative, only those of a step. A derivative
-    keeps two vectors for each probe between the passes.
+    Cost: `k * num_steps` products, by Golub-Kahan as many with the adjoint besides.
+    Memory: `num_steps` vectors of length n for each probe of a block; with `window=0` and
+    no derivative, only those of a step. A derivative keeps two vectors for each probe
+    between the passes.
 
     !!! Example
 
@@ -63,9 +57,9 @@ class SLQEstimator(AbstractFunctionEstimator):
     **Attributes:**
 
     - `sampler`: distribution of the probes.
-    - `window`: how many of the last basis vectors each new one is orthogonalised against.
-        `None`: all, so that rounding errors play no role. 0: none, which is fastest, and
-        needs more steps for the same accuracy once Ritz values have converged.
+    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][] or
+        [`traceax.GolubKahan`][], or a [`traceax.AbstractKrylovMethod`][] of your own.
+        `None` takes the first of these that fits the operator and the function.
     - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
         operator, singular value), such as the noise variance of a Gaussian process.
         Brackets are proven with it, and tight; where a Ritz value is below it, that
@@ -90,12 +84,19 @@ class SLQEstimator(AbstractFunctionEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
-    window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
+    krylov: AbstractKrylovMethod | None = None
     lower_bound: Scalar | float | None = None
     min_probes: ClassVar[int] = 1
 
     def __check_init__(self):
-        check_window(self.window)
+        if self.krylov is not None:
+            example = "Lanczos(window=0)"
+            check_instance("krylov", self.krylov, AbstractKrylovMethod, example)
+
+    def rescaled(self, factor: Scalar) -> "SLQEstimator":
+        if self.lower_bound is None:
+            return self
+        return dataclasses.replace(self, lower_bound=factor * self.lower_bound)
 
     def run(
         self,
@@ -107,68 +108,18 @@ class SLQEstimator(AbstractFunctionEstimator):
         num_steps: int,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
-    ) -> Estimate:
-        def form(flat, probe):
-            return lanczos_form(
-                flat.mv,
-                probe,
-                function,
-                num_steps,
-                window=self.window,
-                lower_bound=self.lower_bound,
-                eps=flat.eps,
-            )
-
-        settings = k, num_steps, key, execution
-        return self._mean(form, operator, function, gradient, *settings, True, Trace())
-
-    def run_singular(
-        self,
-        operator: FlatOperator,
-        function: AbstractSpectralFunction,
-        gradient: AbstractFunctionGradient,
         quantity: AbstractQuantity = Trace(),
-        *,
-        k: int | Adaptive,
-        num_steps: int,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
     ) -> Estimate:
-        """`run` for a function of the singular values of any A with at least as many rows
-        as columns, by Golub-Kahan. The `quantity` is what is made of the trace."""
+        krylov = self._method(operator, function)
 
-        def form(flat, probe):
-            return golub_kahan_form(
-                flat.mv,
-                flat.adjoint_mv,
-                probe,
-                function,
-                num_steps,
-                window=self.window,
-                lower_bound=self.lower_bound,
-                eps=flat.eps,
-            )
+        def draw(flat, indices):
+            return draw_for(flat, self.sampler, key, indices)
 
-        settings = k, num_steps, key, execution
-        return self._mean(form, operator, function, gradient, *settings, False, quantity)
-
-    def _mean(
-        self,
-        form: Callable[[FlatOperator, Array], QuadraticForm],
-        operator: FlatOperator,
-        function: AbstractSpectralFunction,
-        gradient: AbstractFunctionGradient,
-        k: int | Adaptive,
-        num_steps: int,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-        hermitian: bool,
-        quantity: AbstractQuantity,
-    ) -> Estimate:
         def body(flat, index):
-            probe = draw_for(flat, self.sampler, key, index[None])
-            one = form(flat.frozen, probe[:, 0])
-            frame = gradient.frame(function, one.gradient[:, None], probe, hermitian)
+            probe = draw(flat, index[None])
+            settings = function, num_steps, self.lower_bound
+            one = krylov.form(flat.frozen, probe[:, 0], *settings)
+            frame = gradient.frame(function, one.gradient[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
             errors = jnp.append(one.bracket, one.rounding)
             return value, (errors, one.extremes, one.residual)
@@ -194,33 +145,53 @@ class SLQEstimator(AbstractFunctionEstimator):
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
-        in_domain = check_domain(
-            function,
-            operator,
-            extremes,
-            moments.mean,
-            RESULTS.not_positive_definite if hermitian else RESULTS.zero_determinant,
-        )
+        in_domain = check_domain(function, operator, extremes, moments.mean)
         precise = check_precision(operator, moments, high - low, rounding)
+
+        def probes():
+            most = largest_budget(k)
+            used = jnp.arange(most) < streamed.count
+            weight = jnp.sqrt(most / jnp.maximum(moments.count, 1))
+            return jnp.where(used, weight * draw(operator, jnp.arange(most)), 0)
+
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
-            num_matvecs=streamed.count * num_steps * (1 if hermitian else 2),
+            num_matvecs=streamed.count * num_steps * krylov.products_per_step,
             rounding=operator.rounding,
             result=first_failure(in_domain, precise, streamed.loop.result),
             extra=extra | streamed.loop.extra,
             state=streamed.loop.state,
+            probes=probes,
         )
+
+    def _method(
+        self, operator: FlatOperator, function: AbstractSpectralFunction
+    ) -> AbstractKrylovMethod:
+        methods = _METHODS if self.krylov is None else (self.krylov,)
+        for method in methods:
+            if method.fits(operator, function):
+                return method
+        names = " or ".join(f"`{type(method).__name__}`" for method in methods)
+        known = "known" if operator.hermitian else "not known"
+        raise ValueError(
+            f"`krylov` must fit the operator and the function. Found {names}, a function "
+            f"`{type(function).__name__}`, and an operator that is {known} to be "
+            "Hermitian. Leave `krylov` out, or tag the operator if it is."
+        )
+
+
+_METHODS = (Lanczos(), GolubKahan())
 
 
 SLQEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: default is [`traceax.RademacherSampler`][].
-- `window`: default is `None`, full reorthogonalisation.
+- `krylov`: default is `None`, what fits.
 - `lower_bound`: default is `None`.
 
 **Raises:**
 
-`ValueError` for a negative `window`.
+`TypeError` for a `krylov` that is no [`traceax.AbstractKrylovMethod`][].
 """

@@ -1,0 +1,136 @@
+import dataclasses
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from .._adaptive import Adaptive
+from .._checks import check_instance
+from .._execution import AbstractExecution
+from .._flat import FlatOperator
+from .._quantity import AbstractQuantity, Shifted, Trace
+from .._sampler import AbstractSampler
+from .._solution import Estimate
+from .base import AbstractFunctionEstimator
+from .functions import AbstractSpectralFunction, Log
+from .gradients import AbstractFunctionGradient
+from .preconditioner import AbstractPreconditioner
+
+
+class Preconditioned(AbstractFunctionEstimator):
+    """A log-determinant by way of a preconditioner P: $\\log\\det P$, which is known, and
+    an estimate of $\\mathrm{tr} \\log(P^{-1/2} A P^{-1/2})$. `traceax.logdet(...,
+    preconditioner=P)` makes one.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        key1, key2 = jax.random.split(jax.random.key(0))
+        preconditioner = tx.nystrom_preconditioner(operator, rank=20, key=key1)
+        estimator = tx.Preconditioned(tx.KrylovAwareEstimator(), preconditioner)
+        solution = tx.logdet(operator, estimator, k=8, num_steps=5, key=key2)
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    Cost: that of the estimator, for an operator one product of which costs one with A and
+    two with $P^{-1/2}$. The products that P was made from count in `"num_matvecs"`.
+
+    **Attributes:**
+
+    - `estimator`: of the other part. What it knows of the spectrum is of that of A.
+    - `preconditioner`: P, of the size of the operator; for a negative semidefinite
+        operator of its negative.
+    """
+
+    estimator: AbstractFunctionEstimator
+    preconditioner: AbstractPreconditioner
+
+    def __init__(
+        self,
+        estimator: AbstractFunctionEstimator,
+        preconditioner: AbstractPreconditioner,
+    ):
+        """**Arguments:**
+
+        - `estimator`: as above.
+        - `preconditioner`: as above.
+
+        **Raises:**
+
+        `TypeError` for arguments of another kind.
+        """
+        check_instance(
+            "estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()"
+        )
+        example = "nystrom_preconditioner(operator, rank, key=key)"
+        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+        self.estimator = estimator
+        self.preconditioner = preconditioner
+
+    @property
+    def sampler(self) -> AbstractSampler:  # pyright: ignore
+        return self.estimator.sampler
+
+    @property
+    def min_probes(self) -> int:  # pyright: ignore
+        return self.estimator.min_probes
+
+    def run(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        gradient: AbstractFunctionGradient,
+        *,
+        k: int | Adaptive,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+        quantity: AbstractQuantity = Trace(),
+    ) -> Estimate:
+        outer = self.preconditioner
+        if outer.size != operator.size:
+            raise ValueError(
+                "`preconditioner` must be of the size of `operator`. Found "
+                f"{outer.size} and {operator.size}. Make it from this operator, for "
+                "example `traceax.nystrom_preconditioner(operator, rank, key=key)`."
+            )
+        if not isinstance(function, Log):
+            raise ValueError(
+                "`operator` must be tagged positive semidefinite where there is a "
+                "`preconditioner`, and the function must be its logarithm. Found the "
+                f"function `{type(function).__name__}` and an operator that is "
+                f"{'' if operator.hermitian else 'not '}known to be Hermitian. If it is "
+                "semidefinite, say so: `lineax.TaggedLinearOperator(operator, "
+                "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
+            )
+        known = outer.logdet
+        # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
+        estimate = self.estimator.rescaled(1 / outer.largest).run(
+            outer.apply_to(operator),
+            function,
+            gradient,
+            k=k,
+            num_steps=num_steps,
+            key=key,
+            execution=execution,
+            quantity=Shifted(quantity, jax.lax.stop_gradient(known)),
+        )
+        value, samples, extra = estimate.value, estimate.samples, estimate.extra
+        if estimate.probes is not None:
+            value = outer.control(operator, value, estimate.probes(), execution)
+        ends = ("bracket", "sample_brackets")
+        shifted = {name: extra[name] + known for name in ends if name in extra}
+        return dataclasses.replace(
+            estimate,
+            value=value + known,
+            samples=None if samples is None else samples + known,
+            num_matvecs=estimate.num_matvecs + outer.num_matvecs,
+            extra=extra | shifted,
+        )
