@@ -120,3 +120,12 @@ class AbstractFunctionTask(AbstractTask):
     @property
     def fallback(self) -> str:
         return "SLQEstimator"
+
+
+def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
+    """What an error says of an operator and a function that do not go together."""
+    known = "known" if operator.hermitian else "not known"
+    return (
+        f"Found the function `{type(function).__name__}`, and an operator that is {known} "
+        "to be Hermitian."
+    )

@@ -13,7 +13,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
 from .._solution import Estimate, first_failure
-from .base import AbstractFunctionEstimator
+from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .krylov import Lanczos
@@ -106,11 +106,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     ) -> Estimate:
         if not Lanczos().fits(operator, function):
             raise ValueError(
-                "`KrylovAwareEstimator` needs an operator that is tagged Hermitian, and a "
-                "function of its eigenvalues. Found a function "
-                f"`{type(function).__name__}`, and an operator that is "
-                f"{'' if operator.hermitian else 'not '}known to be Hermitian. Tag it if "
-                "it is, or use `traceax.SLQEstimator`."
+                "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
+                f"function of its eigenvalues. {found(operator, function)} Tag it if it "
+                "is, or use `traceax.SLQEstimator`."
             )
         if isinstance(k, Adaptive):
             raise ValueError(

@@ -10,7 +10,7 @@ from .._flat import FlatOperator
 from .._quantity import AbstractQuantity, Shifted, Trace
 from .._sampler import AbstractSampler
 from .._solution import Estimate
-from .base import AbstractFunctionEstimator
+from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .preconditioner import AbstractPreconditioner
@@ -104,10 +104,9 @@ class Preconditioned(AbstractFunctionEstimator):
         if not isinstance(function, Log):
             raise ValueError(
                 "`operator` must be tagged positive semidefinite where there is a "
-                "`preconditioner`, and the function must be its logarithm. Found the "
-                f"function `{type(function).__name__}` and an operator that is "
-                f"{'' if operator.hermitian else 'not '}known to be Hermitian. If it is "
-                "semidefinite, say so: `lineax.TaggedLinearOperator(operator, "
+                "`preconditioner`, and the function must be its logarithm. "
+                f"{found(operator, function)} If it is semidefinite, say so: "
+                "`lineax.TaggedLinearOperator(operator, "
                 "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
             )
         known = outer.logdet

@@ -14,7 +14,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, first_failure
-from .base import AbstractFunctionEstimator
+from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod, GolubKahan, Lanczos
@@ -174,11 +174,9 @@ class SLQEstimator(AbstractFunctionEstimator):
             if method.fits(operator, function):
                 return method
         names = " or ".join(f"`{type(method).__name__}`" for method in methods)
-        known = "known" if operator.hermitian else "not known"
         raise ValueError(
-            f"`krylov` must fit the operator and the function. Found {names}, a function "
-            f"`{type(function).__name__}`, and an operator that is {known} to be "
-            "Hermitian. Leave `krylov` out, or tag the operator if it is."
+            f"`krylov` must fit the operator and the function. Found {names}. "
+            f"{found(operator, function)} Leave `krylov` out, or tag the operator if it is."
         )
 
 
