@@ -126,6 +126,6 @@ def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
     """What an error says of an operator and a function that do not go together."""
     known = "known" if operator.hermitian else "not known"
     return (
-        f"Found the function `{type(function).__name__}`, and an operator that is {known} "
-        "to be Hermitian."
+        f"Found the function `{type(function).__name__}`, and an operator that is "
+        f"{known} to be Hermitian."
     )

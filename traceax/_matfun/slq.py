@@ -176,7 +176,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         names = " or ".join(f"`{type(method).__name__}`" for method in methods)
         raise ValueError(
             f"`krylov` must fit the operator and the function. Found {names}. "
-            f"{found(operator, function)} Leave `krylov` out, or tag the operator if it is."
+            f"{found(operator, function)} Leave `krylov` out, or tag the operator."
         )
 
 
