@@ -39,6 +39,28 @@ def radau(
     return jnp.append(alpha, last), jnp.append(beta, 0)
 
 
+def neighbours(
+    alpha: Real[Array, " s"],
+    beta: Real[Array, " s"],
+    lower: Real[Array, ""],
+    upper: Real[Array, ""] | None,
+) -> list[tuple[Real[Array, " p"], Real[Array, " p"]]]:
+    """Recurrences of other rules for the same measure, all of one length: Gauss-Radau
+    with a node at `lower`, and where `upper` is given one with a node there, and the
+    Gauss rule of one step less. A node that does not belong to a rule has no weight."""
+    found = [radau(alpha, beta, lower)]
+    if upper is not None:
+        mirrored, coupling = radau(-alpha, beta, -upper)
+        found.append((-mirrored, coupling))
+        if len(alpha) > 1:
+            # Decoupled from the others, at the first entry, which is inside the spectrum.
+            left_out = jnp.arange(len(alpha) + 1) >= len(alpha) - 1
+            shorter = jnp.where(left_out, alpha[0], jnp.append(alpha, alpha[0]))
+            coupling = jnp.append(beta[:-2], jnp.zeros_like(beta, shape=(3,)))
+            found.append((shorter, coupling))
+    return found
+
+
 def apply_to_first(
     nodes: Real[Array, " s"], vectors: Real[Array, "s s"], values: Real[Array, " s"]
 ) -> Real[Array, " s"]:

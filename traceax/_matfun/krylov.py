@@ -10,11 +10,14 @@ from .._flat import FlatOperator
 from .._kernel.dense import svd
 from .._kernel.golub_kahan import golub_kahan
 from .._kernel.lanczos import lanczos, unit
-from .._kernel.quadrature import apply_to_first, radau, ritz
+from .._kernel.quadrature import apply_to_first, neighbours, ritz
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
+    bracket_of,
+    integrals,
+    lower_ends,
     QuadraticForm,
-    roundoff,
+    rules_of,
     slopes_at,
     subgradients_at,
     values_at,
@@ -151,25 +154,19 @@ class Lanczos(AbstractKrylovMethod):
         run = lanczos(operator.mv, probe, num_steps, window=self.window, eps=eps)
         nodes, vectors = ritz(run.alpha, run.beta)
         square = run.norm**2
+        value = square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
 
-        def gauss(nodes, vectors):
-            return square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
-
-        value = gauss(nodes, vectors)
-        again = gauss(*ritz(run.alpha, jnp.append(run.projected, 0)))
-        bracket = jnp.stack([value, value])
-        if function.bracketed:
-            end = (
-                roundoff(nodes, eps)
-                if function.singular_at_zero
-                else jnp.zeros_like(value)
-            )
-            if lower_bound is not None:
-                end = jnp.minimum(jnp.asarray(lower_bound, end.dtype), nodes[0])
-            others, weights = ritz(*radau(run.alpha, run.beta, end))
-            values = function(jnp.maximum(others.at[0].set(end), end))
-            other = square * jnp.sum(weights[0] ** 2 * values)
-            bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+        rest = run.beta[-1]
+        lowest, lower = lower_ends(function, nodes, rest, lower_bound, eps)
+        upper = None if function.bracketed else nodes[-1] + rest
+        rules = neighbours(run.alpha, run.beta, lower, upper)
+        projected = jnp.append(run.projected, jnp.zeros_like(nodes, shape=(2,)))
+        rules.append((jnp.append(run.alpha, run.alpha[0]), projected))
+        others, weights = rules_of(rules)
+        others = others.at[0, 0].set(lower)
+        if function.semidefinite_domain:
+            others = jnp.maximum(others, jnp.minimum(lower, lowest))
+        *others, again = square * integrals(function(others), weights)
 
         slopes = slopes_at(function, nodes, eps)
         slope = apply_to_first(nodes, vectors, slopes)
@@ -180,7 +177,7 @@ class Lanczos(AbstractKrylovMethod):
             value=value,
             gradient=gradient,
             residual=residual,
-            bracket=bracket,
+            bracket=bracket_of(function, value, others, rest > 0),
             rounding=jnp.abs(again - value),
             extremes=nodes[jnp.array([0, -1])],
         )
@@ -240,20 +237,20 @@ class GolubKahan(AbstractKrylovMethod):
 
         value, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
         again, _ = gauss(run.projected_diagonal, run.projected_above)
-        bracket = jnp.stack([value, value])
-        if function.bracketed:
-            # Gauss-Radau for B* B, in units of the largest singular value so as not to
-            # overflow.
-            unit_of = jnp.where(s[0] > 0, s[0], 1)
-            diagonal, above = run.diagonal / unit_of, run.above / unit_of
-            alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-            end = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
-            if lower_bound is not None:
-                end = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
-            squares, vectors = ritz(*radau(alpha, diagonal * above, end**2))
-            others = jnp.maximum(jnp.sqrt(jnp.maximum(squares.at[0].set(0), 0)), end)
-            other = square * jnp.sum(vectors[0] ** 2 * function(others * unit_of))
-            bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+        # Other rules are for B* B, in units of the largest singular value so as not to
+        # overflow.
+        unit_of = jnp.where(s[0] > 0, s[0], 1)
+        diagonal, above = run.diagonal / unit_of, run.above / unit_of
+        alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+        beta = diagonal * above
+        lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
+        if lower_bound is not None:
+            lower = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
+        upper = None if function.bracketed else 1 + beta[-1]
+        squares, weights = rules_of(neighbours(alpha, beta, lower**2, upper))
+        others = jnp.sqrt(jnp.maximum(squares.at[0, 0].set(0), 0))
+        others = unit_of * jnp.maximum(others, lower)
+        others = list(square * integrals(function(others), weights))
 
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
@@ -264,7 +261,7 @@ class GolubKahan(AbstractKrylovMethod):
             value=value,
             gradient=gradient,
             residual=residual,
-            bracket=bracket,
+            bracket=bracket_of(function, value, others, beta[-1] > 0),
             rounding=jnp.abs(again - value),
             extremes=s[jnp.array([-1, 0])],
         )

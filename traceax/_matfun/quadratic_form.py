@@ -3,10 +3,12 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
+from .._kernel.quadrature import ritz
 from .._moments import Moments
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
@@ -20,7 +22,8 @@ class QuadraticForm(eqx.Module):
         for a function of singular values `U f'(S) V* z`.
     - `residual`: of `A gradient` (for singular values `A* gradient`) relative to what it
         should be; for the logarithm that of the solve `A x = z`.
-    - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
+    - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau where
+        these are known to be on both sides, and estimated elsewhere.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
     - `extremes`: smallest and largest Ritz value.
@@ -108,3 +111,62 @@ def check_precision(
     of that of the quadratic forms."""
     std_err = jnp.hypot(moments.std_err(), operator.rounding * jnp.abs(moments.mean))
     return failure(rounding > (std_err + width) / 2, RESULTS.precision_lost)
+
+
+def lower_ends(
+    function: AbstractSpectralFunction,
+    nodes: Real[Array, " s"],
+    rest: Real[Array, ""],
+    lower_bound: Real[Array, ""] | float | None,
+    eps: float,
+) -> tuple[Real[Array, ""], Real[Array, ""]]:
+    """What nodes below the domain are raised to, and a number not above the smallest
+    eigenvalue. On all reals an operator is taken for positive if its Ritz values are."""
+    lowest = roundoff(nodes, eps)
+    if not function.semidefinite_domain:
+        lower = jnp.where(nodes[0] > 0, lowest, nodes[0] - rest)
+    elif function.singular_at_zero:
+        lower = lowest
+    else:
+        lower = lowest = jnp.zeros_like(rest)
+    if lower_bound is not None:
+        lower = jnp.minimum(jnp.asarray(lower_bound, lower.dtype), nodes[0])
+    return lowest, lower
+
+
+def rules_of(
+    recurrences: list[tuple[Real[Array, " p"], Real[Array, " p"]]],
+) -> tuple[Real[Array, "r p"], Real[Array, "r p"]]:
+    """Nodes and weights of rules of one length."""
+    alphas, betas = (jnp.stack(entries) for entries in zip(*recurrences, strict=True))
+    nodes, vectors = jax.vmap(ritz)(alphas, betas)
+    return nodes, vectors[:, 0] ** 2
+
+
+def integrals(
+    values: Real[Array, "r p"], weights: Real[Array, "r p"]
+) -> Real[Array, " r"]:
+    """By each rule. Values without weight may be infinite."""
+    return jnp.sum(jnp.where(weights > 0, weights * values, 0), axis=1)
+
+
+def bracket_of(
+    function: AbstractSpectralFunction,
+    value: Real[Array, ""],
+    others: list[Real[Array, ""]],
+    going_on: Bool[Array, ""],
+) -> Real[Array, "2"]:
+    """Lower and upper bound of `z* f(A) z` from the Gauss rule and its `neighbours`. Where
+    no bound is known, the truth is taken to be within twice the largest difference. A rule
+    with a node outside of the domain tells nothing, and where Lanczos did not go on none
+    is needed."""
+    if function.bracketed:
+        (other,) = others
+        return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+    differences = jnp.abs(jnp.stack(others) - value)
+    spread = 2 * jnp.max(jnp.where(jnp.isnan(differences), 0, differences))
+    spread = jnp.where(going_on, spread, 0)
+    low, high = value - spread, value + spread
+    if function.nonnegative:
+        low = jnp.maximum(low, jnp.minimum(value, 0))
+    return jnp.stack([low, high])
