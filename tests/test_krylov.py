@@ -44,7 +44,12 @@ def golub_kahan_of(matrix, start, num_steps, window=None, eps=1e-16):
 
 
 rule = jax.jit(ritz)
-extended_rule = jax.jit(lambda alpha, beta, end: ritz(*radau(alpha, beta, end)))
+
+
+@jax.jit
+def extended_rule(alpha, beta, end):
+    nodes, vectors = ritz(alpha, beta)
+    return ritz(*radau(alpha, beta, nodes, vectors[-1], end))
 
 
 def as_numpy(run):

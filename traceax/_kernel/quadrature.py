@@ -6,7 +6,6 @@ entries as coefficients; its eigenvalues are nodes, and the squared first entrie
 eigenvectors weights.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Real
 
@@ -21,36 +20,36 @@ def ritz(
 
 
 def radau(
-    alpha: Real[Array, " s"], beta: Real[Array, " s"], end: Real[Array, ""]
+    alpha: Real[Array, " s"],
+    beta: Real[Array, " s"],
+    nodes: Real[Array, " s"],
+    last: Real[Array, " s"],
+    end: Real[Array, ""],
 ) -> tuple[Real[Array, " p"], Real[Array, " p"]]:
     """The recurrence of one node more, that node being `end`, at or below the spectrum
-    (Golub, SIAM Review 15, 1973, 318-334)."""
-
-    def eliminate(pivot, entry):
-        # Pivots of T - end I, positive as long as `end` is below the Ritz values.
-        alpha, beta = entry
-        return jnp.maximum(alpha - end - beta * (beta / pivot), floor), None
-
+    (Golub, SIAM Review 15, 1973, 318-334). `nodes` are the Ritz values, and `last` the
+    last entries of their eigenvectors, which solve the linear system that there is."""
     floor = jnp.finfo(alpha.dtype).eps * jnp.max(jnp.abs(alpha) + beta)
     floor = jnp.where(floor > 0, floor, 1)
-    start = jnp.maximum(alpha[0] - end, floor)
-    pivot, _ = jax.lax.scan(eliminate, start, (alpha[1:], beta[:-1]))
-    last = end + beta[-1] * (beta[-1] / pivot)
-    return jnp.append(alpha, last), jnp.append(beta, 0)
+    inverse = jnp.sum(last * (last / jnp.maximum(nodes - end, floor)))
+    entry = end + beta[-1] * (beta[-1] * inverse)
+    return jnp.append(alpha, entry), jnp.append(beta, 0)
 
 
 def neighbours(
     alpha: Real[Array, " s"],
     beta: Real[Array, " s"],
+    nodes: Real[Array, " s"],
+    last: Real[Array, " s"],
     lower: Real[Array, ""],
     upper: Real[Array, ""] | None,
 ) -> list[tuple[Real[Array, " p"], Real[Array, " p"]]]:
     """Recurrences of other rules for the same measure, all of one length: Gauss-Radau
     with a node at `lower`, and where `upper` is given one with a node there, and the
     Gauss rule of one step less. A node that does not belong to a rule has no weight."""
-    found = [radau(alpha, beta, lower)]
+    found = [radau(alpha, beta, nodes, last, lower)]
     if upper is not None:
-        mirrored, coupling = radau(-alpha, beta, -upper)
+        mirrored, coupling = radau(-alpha, beta, -nodes, last, -upper)
         found.append((-mirrored, coupling))
         if len(alpha) > 1:
             # Decoupled from the others, at the first entry, which is inside the spectrum.

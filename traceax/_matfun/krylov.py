@@ -159,7 +159,7 @@ class Lanczos(AbstractKrylovMethod):
         rest = run.beta[-1]
         lowest, lower = lower_ends(function, nodes, rest, lower_bound, eps)
         upper = None if function.bracketed else nodes[-1] + rest
-        rules = neighbours(run.alpha, run.beta, lower, upper)
+        rules = neighbours(run.alpha, run.beta, nodes, vectors[-1], lower, upper)
         projected = jnp.append(run.projected, jnp.zeros_like(nodes, shape=(2,)))
         rules.append((jnp.append(run.alpha, run.alpha[0]), projected))
         others, weights = rules_of(rules)
@@ -247,7 +247,9 @@ class GolubKahan(AbstractKrylovMethod):
         if lower_bound is not None:
             lower = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
         upper = None if function.bracketed else 1 + beta[-1]
-        squares, weights = rules_of(neighbours(alpha, beta, lower**2, upper))
+        squares, weights = rules_of(
+            neighbours(alpha, beta, (s / unit_of) ** 2, vh[:, -1], lower**2, upper)
+        )
         others = jnp.sqrt(jnp.maximum(squares.at[0, 0].set(0), 0))
         others = unit_of * jnp.maximum(others, lower)
         others = list(square * integrals(function(others), weights))

@@ -138,8 +138,8 @@ def rules_of(
     recurrences: list[tuple[Real[Array, " p"], Real[Array, " p"]]],
 ) -> tuple[Real[Array, "r p"], Real[Array, "r p"]]:
     """Nodes and weights of rules of one length."""
-    alphas, betas = (jnp.stack(entries) for entries in zip(*recurrences, strict=True))
-    nodes, vectors = jax.vmap(ritz)(alphas, betas)
+    pairs = [ritz(*recurrence) for recurrence in recurrences]
+    nodes, vectors = (jnp.stack(each) for each in zip(*pairs, strict=True))
     return nodes, vectors[:, 0] ** 2
 
 
@@ -156,10 +156,11 @@ def bracket_of(
     others: list[Real[Array, ""]],
     going_on: Bool[Array, ""],
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of `z* f(A) z` from the Gauss rule and its `neighbours`. Where
-    no bound is known, the truth is taken to be within twice the largest difference. A rule
-    with a node outside of the domain tells nothing, and where Lanczos did not go on none
-    is needed."""
+    """Lower and upper bound of `z* f(A) z` from the Gauss rule and its `neighbours`.
+
+    Where none is proven, the truth is taken to be within twice the largest difference. A
+    rule with a node outside of the domain tells nothing, and where Lanczos did not go on
+    none is needed."""
     if function.bracketed:
         (other,) = others
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
