@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from traceax._kernel.dense import eigh
 from traceax._kernel.golub_kahan import golub_kahan
 from traceax._kernel.lanczos import block_lanczos, lanczos
-from traceax._kernel.quadrature import radau, ritz
+from traceax._kernel.quadrature import Compression, radau, ritz, tridiagonal
 
 from .helpers import hermitian
 
@@ -49,7 +50,10 @@ rule = jax.jit(ritz)
 @jax.jit
 def extended_rule(alpha, beta, end):
     nodes, vectors = ritz(alpha, beta)
-    return ritz(*radau(alpha, beta, nodes, vectors[-1], end))
+    coupling = beta[-1:, None]
+    return eigh(
+        radau(Compression(tridiagonal(alpha, beta), coupling, nodes, vectors), end)
+    )
 
 
 def as_numpy(run):

@@ -6,58 +6,65 @@ entries as coefficients; its eigenvalues are nodes, and the squared first entrie
 eigenvectors weights.
 """
 
+import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Inexact, Real
 
 from .dense import eigh
+
+
+def tridiagonal(alpha: Real[Array, " s"], beta: Real[Array, " s"]) -> Real[Array, "s s"]:
+    """T; the last of `beta` is outside."""
+    return jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
 
 
 def ritz(
     alpha: Real[Array, " s"], beta: Real[Array, " s"]
 ) -> tuple[Real[Array, " s"], Real[Array, "s s"]]:
     """Ritz values, ascending, and eigenvectors of T; the last of `beta` is outside."""
-    return eigh(jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1))
+    return eigh(tridiagonal(alpha, beta))
 
 
-def radau(
-    alpha: Real[Array, " s"],
-    beta: Real[Array, " s"],
-    nodes: Real[Array, " s"],
-    last: Real[Array, " s"],
-    end: Real[Array, ""],
-) -> tuple[Real[Array, " p"], Real[Array, " p"]]:
-    """The recurrence of one node more, that node being `end`, at or below the spectrum
-    (Golub, SIAM Review 15, 1973, 318-334). `nodes` are the Ritz values, and `last` the
-    last entries of their eigenvectors, which solve the linear system that there is."""
-    floor = jnp.finfo(alpha.dtype).eps * jnp.max(jnp.abs(alpha) + beta)
-    floor = jnp.where(floor > 0, floor, 1)
-    inverse = jnp.sum(last * (last / jnp.maximum(nodes - end, floor)))
-    entry = end + beta[-1] * (beta[-1] * inverse)
-    return jnp.append(alpha, entry), jnp.append(beta, 0)
+class Compression(eqx.Module):
+    """A on a Krylov space: `A V = V T + v B E*`, with E the last columns of the identity.
+
+    - `matrix`: T, tridiagonal or with blocks of size b.
+    - `coupling`: B, of shape (b, b).
+    - `nodes`, `vectors`: the eigenpairs of T.
+    """
+
+    matrix: Inexact[Array, "p p"]
+    coupling: Inexact[Array, "b b"]
+    nodes: Real[Array, " p"]
+    vectors: Inexact[Array, "p p"]
+
+    def __neg__(self) -> "Compression":
+        return Compression(-self.matrix, -self.coupling, -self.nodes, self.vectors)
 
 
-def neighbours(
-    alpha: Real[Array, " s"],
-    beta: Real[Array, " s"],
-    nodes: Real[Array, " s"],
-    last: Real[Array, " s"],
-    lower: Real[Array, ""],
-    upper: Real[Array, ""] | None,
-) -> list[tuple[Real[Array, " p"], Real[Array, " p"]]]:
-    """Recurrences of other rules for the same measure, all of one length: Gauss-Radau
-    with a node at `lower`, and where `upper` is given one with a node there, and the
-    Gauss rule of one step less. A node that does not belong to a rule has no weight."""
-    found = [radau(alpha, beta, nodes, last, lower)]
-    if upper is not None:
-        mirrored, coupling = radau(-alpha, beta, -nodes, last, -upper)
-        found.append((-mirrored, coupling))
-        if len(alpha) > 1:
-            # Decoupled from the others, at the first entry, which is inside the spectrum.
-            left_out = jnp.arange(len(alpha) + 1) >= len(alpha) - 1
-            shorter = jnp.where(left_out, alpha[0], jnp.append(alpha, alpha[0]))
-            coupling = jnp.append(beta[:-2], jnp.zeros_like(beta, shape=(3,)))
-            found.append((shorter, coupling))
-    return found
+def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q"]:
+    """T of one step more, chosen such that `end`, at or below the spectrum, is a node
+    (Golub, SIAM Review 15, 1973, 318-334). The eigenpairs of T solve the linear system
+    that there is."""
+    matrix, coupling = compression.matrix, compression.coupling
+    p, b = len(matrix), len(coupling)
+    size = jnp.max(jnp.abs(matrix)) + jnp.max(jnp.abs(coupling))
+    floor = jnp.finfo(matrix.dtype).eps * size
+    distances = jnp.maximum(compression.nodes - end, jnp.where(floor > 0, floor, 1))
+    last = jnp.matmul(coupling, compression.vectors[p - b :], precision="highest")
+    corner = jnp.matmul(last, (last / distances).conj().T, precision="highest")
+    corner = corner + end * jnp.eye(b, dtype=matrix.dtype)
+    border = jnp.pad(coupling, ((0, 0), (p - b, 0)))
+    return jnp.block([[matrix, border.conj().T], [border, corner]])
+
+
+def shorter(compression: Compression) -> Inexact[Array, "p p"]:
+    """T of one step less. In place of that is a node without weight, inside of the
+    spectrum."""
+    matrix = compression.matrix
+    p, b = len(matrix), len(compression.coupling)
+    fill = matrix[0, 0] * jnp.eye(b, dtype=matrix.dtype)
+    return matrix.at[p - b :].set(0).at[:, p - b :].set(0).at[p - b :, p - b :].set(fill)
 
 
 def apply_to_first(

@@ -10,14 +10,13 @@ from .._flat import FlatOperator
 from .._kernel.dense import svd
 from .._kernel.golub_kahan import golub_kahan
 from .._kernel.lanczos import lanczos, unit
-from .._kernel.quadrature import apply_to_first, neighbours, ritz
+from .._kernel.quadrature import apply_to_first, Compression, ritz, tridiagonal
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
     bracket_of,
-    integrals,
-    lower_ends,
+    integral,
+    lower_end,
     QuadraticForm,
-    rules_of,
     slopes_at,
     subgradients_at,
     values_at,
@@ -153,20 +152,15 @@ class Lanczos(AbstractKrylovMethod):
         eps = operator.eps
         run = lanczos(operator.mv, probe, num_steps, window=self.window, eps=eps)
         nodes, vectors = ritz(run.alpha, run.beta)
-        square = run.norm**2
-        value = square * jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
+        square, first = run.norm**2, jnp.ones(1, bool)
+        value = jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
+        again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
+        again = integral(lambda x: values_at(function, x, eps), again, first)
 
-        rest = run.beta[-1]
-        lowest, lower = lower_ends(function, nodes, rest, lower_bound, eps)
-        upper = None if function.bracketed else nodes[-1] + rest
-        rules = neighbours(run.alpha, run.beta, nodes, vectors[-1], lower, upper)
-        projected = jnp.append(run.projected, jnp.zeros_like(nodes, shape=(2,)))
-        rules.append((jnp.append(run.alpha, run.alpha[0]), projected))
-        others, weights = rules_of(rules)
-        others = others.at[0, 0].set(lower)
-        if function.semidefinite_domain:
-            others = jnp.maximum(others, jnp.minimum(lower, lowest))
-        *others, again = square * integrals(function(others), weights)
+        matrix = tridiagonal(run.alpha, run.beta)
+        compression = Compression(matrix, run.beta[-1:, None], nodes, vectors)
+        lower = lower_end(function, compression, lower_bound, eps)
+        bracket = bracket_of(function, value, compression, first, lower)
 
         slopes = slopes_at(function, nodes, eps)
         slope = apply_to_first(nodes, vectors, slopes)
@@ -174,11 +168,11 @@ class Lanczos(AbstractKrylovMethod):
         residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
         gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
         return QuadraticForm(
-            value=value,
+            value=square * value,
             gradient=gradient,
             residual=residual,
-            bracket=bracket_of(function, value, others, rest > 0),
-            rounding=jnp.abs(again - value),
+            bracket=square * bracket,
+            rounding=square * jnp.abs(again - value),
             extremes=nodes[jnp.array([0, -1])],
         )
 
@@ -233,7 +227,7 @@ class GolubKahan(AbstractKrylovMethod):
         def gauss(diagonal, above):
             u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
             values = values_at(function, s, eps)
-            return square * jnp.sum(vh[:, 0] ** 2 * values), (u, s, vh)
+            return jnp.sum(vh[:, 0] ** 2 * values), (u, s, vh)
 
         value, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
         again, _ = gauss(run.projected_diagonal, run.projected_above)
@@ -246,13 +240,15 @@ class GolubKahan(AbstractKrylovMethod):
         lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
         if lower_bound is not None:
             lower = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
-        upper = None if function.bracketed else 1 + beta[-1]
-        squares, weights = rules_of(
-            neighbours(alpha, beta, (s / unit_of) ** 2, vh[:, -1], lower**2, upper)
+
+        def of_squares(squares):
+            return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
+
+        compression = Compression(
+            tridiagonal(alpha, beta), beta[-1:, None], (s / unit_of) ** 2, vh.T
         )
-        others = jnp.sqrt(jnp.maximum(squares.at[0, 0].set(0), 0))
-        others = unit_of * jnp.maximum(others, lower)
-        others = list(square * integrals(function(others), weights))
+        first = jnp.ones(1, bool)
+        bracket = bracket_of(function, value, compression, first, lower**2, of_squares)
 
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
@@ -260,11 +256,11 @@ class GolubKahan(AbstractKrylovMethod):
         residual = run.above[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
         gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
         return QuadraticForm(
-            value=value,
+            value=square * value,
             gradient=gradient,
             residual=residual,
-            bracket=bracket_of(function, value, others, beta[-1] > 0),
-            rounding=jnp.abs(again - value),
+            bracket=square * bracket,
+            rounding=square * jnp.abs(again - value),
             extremes=s[jnp.array([-1, 0])],
         )
 

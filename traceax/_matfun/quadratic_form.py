@@ -1,14 +1,15 @@
 """What a Krylov method tells of `z* f(A) z`, and where rounding begins."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
-from .._kernel.quadrature import ritz
+from .._kernel.dense import eigh
+from .._kernel.quadrature import Compression, radau, shorter
 from .._moments import Moments
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
@@ -113,61 +114,70 @@ def check_precision(
     return failure(rounding > (std_err + width) / 2, RESULTS.precision_lost)
 
 
-def lower_ends(
+def lower_end(
     function: AbstractSpectralFunction,
-    nodes: Real[Array, " s"],
-    rest: Real[Array, ""],
+    compression: Compression,
     lower_bound: Real[Array, ""] | float | None,
     eps: float,
-) -> tuple[Real[Array, ""], Real[Array, ""]]:
-    """What nodes below the domain are raised to, and a number not above the smallest
-    eigenvalue. On all reals an operator is taken for positive if its Ritz values are."""
-    lowest = roundoff(nodes, eps)
-    if not function.semidefinite_domain:
-        lower = jnp.where(nodes[0] > 0, lowest, nodes[0] - rest)
-    elif function.singular_at_zero:
-        lower = lowest
-    else:
-        lower = lowest = jnp.zeros_like(rest)
+) -> Real[Array, ""]:
+    """A number that is not above the smallest eigenvalue. Where a function is defined on
+    all reals, an operator is taken for positive if its Ritz values are."""
+    nodes = compression.nodes
     if lower_bound is not None:
-        lower = jnp.minimum(jnp.asarray(lower_bound, lower.dtype), nodes[0])
-    return lowest, lower
+        return jnp.minimum(jnp.asarray(lower_bound, nodes.dtype), nodes[0])
+    if not function.semidefinite_domain:
+        beyond = nodes[0] - jnp.linalg.norm(compression.coupling)
+        return jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
+    return roundoff(nodes, eps) if function.singular_at_zero else jnp.zeros_like(nodes[0])
 
 
-def rules_of(
-    recurrences: list[tuple[Real[Array, " p"], Real[Array, " p"]]],
-) -> tuple[Real[Array, "r p"], Real[Array, "r p"]]:
-    """Nodes and weights of rules of one length."""
-    pairs = [ritz(*recurrence) for recurrence in recurrences]
-    nodes, vectors = (jnp.stack(each) for each in zip(*pairs, strict=True))
-    return nodes, vectors[:, 0] ** 2
-
-
-def integrals(
-    values: Real[Array, "r p"], weights: Real[Array, "r p"]
-) -> Real[Array, " r"]:
-    """By each rule. Values without weight may be infinite."""
-    return jnp.sum(jnp.where(weights > 0, weights * values, 0), axis=1)
+def integral(
+    values: Callable[[Real[Array, " p"]], Real[Array, " p"]],
+    matrix: Inexact[Array, "p p"],
+    measured: Bool[Array, " w"],
+) -> Real[Array, ""]:
+    """The sum of diagonal entries of `values(T)`: of those among the first that are
+    `measured`. Values without weight may be infinite."""
+    nodes, vectors = eigh(matrix)
+    lead = vectors[: len(measured)] * measured[:, None]
+    weights = jnp.sum(jnp.abs(lead) ** 2, axis=0)
+    return jnp.sum(jnp.where(weights > 0, weights * values(nodes), 0))
 
 
 def bracket_of(
     function: AbstractSpectralFunction,
     value: Real[Array, ""],
-    others: list[Real[Array, ""]],
-    going_on: Bool[Array, ""],
+    compression: Compression,
+    measured: Bool[Array, " w"],
+    lower: Real[Array, ""],
+    at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of `z* f(A) z` from the Gauss rule and its `neighbours`.
+    """Lower and upper bound of what `value` is the Gauss rule for; `lower` is a lower
+    bound of the spectrum. What the function is at nodes may be told by `at_nodes`.
 
-    Where none is proven, the truth is taken to be within twice the largest difference. A
-    rule with a node outside of the domain tells nothing, and where Lanczos did not go on
-    none is needed."""
+    Where no bound is proven, the truth is taken to be within twice the largest difference
+    from three other rules: Gauss-Radau at either end, and the Gauss rule of one step less.
+    A rule with a node outside of the domain tells nothing. Where Lanczos could not go on,
+    the value has no error."""
+
+    def values(nodes):
+        if at_nodes is not None:
+            return at_nodes(nodes)
+        return function(jnp.maximum(nodes, lower) if in_domain else nodes)
+
+    in_domain = function.semidefinite_domain
+    with_lower = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
+    other = integral(with_lower, radau(compression, lower), measured)
     if function.bracketed:
-        (other,) = others
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+    rest = jnp.linalg.norm(compression.coupling)
+    upper = jnp.max(compression.nodes) + rest
+    others = [other, integral(values, -radau(-compression, -upper), measured)]
+    if len(compression.matrix) > len(compression.coupling):
+        others.append(integral(values, shorter(compression), measured))
     differences = jnp.abs(jnp.stack(others) - value)
-    spread = 2 * jnp.max(jnp.where(jnp.isnan(differences), 0, differences))
-    spread = jnp.where(going_on, spread, 0)
-    low, high = value - spread, value + spread
+    differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
+    low, high = value - 2 * jnp.max(differences), value + 2 * jnp.max(differences)
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])
