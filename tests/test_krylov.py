@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from traceax._kernel.dense import eigh
 from traceax._kernel.golub_kahan import golub_kahan
 from traceax._kernel.lanczos import block_lanczos, lanczos
-from traceax._kernel.quadrature import Compression, radau, ritz, tridiagonal
+from traceax._kernel.quadrature import Compression, radau, ritz
 
 from .helpers import hermitian
 
@@ -49,11 +49,8 @@ rule = jax.jit(ritz)
 
 @jax.jit
 def extended_rule(alpha, beta, end):
-    nodes, vectors = ritz(alpha, beta)
-    coupling = beta[-1:, None]
-    return eigh(
-        radau(Compression(tridiagonal(alpha, beta), coupling, nodes, vectors), end)
-    )
+    matrix = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
+    return eigh(radau(Compression(matrix, beta[-1:, None], *eigh(matrix)), end))
 
 
 def as_numpy(run):

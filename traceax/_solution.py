@@ -2,9 +2,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+
+from ._quantiles import student_quantile
 
 
 _nonfinite_msg = """
@@ -183,6 +188,9 @@ class Estimate(eqx.Module):
     - `num_samples`: how many samples the estimate is the mean of.
     - `probes`: a function that makes the probes, shape `(n, p)`, in whose products the
         derivative of `value` is read; the mean of their outer products is the identity.
+    - `bounds`: of `value` without quadrature error and rounding, for the same samples:
+        the lower one with its standard error, and the upper one with its; None if there
+        are no such errors, beside `rounding`.
     """
 
     value: Inexact[Array, "*q"]
@@ -196,6 +204,7 @@ class Estimate(eqx.Module):
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
+    bounds: Real[Array, "2 2 *q"] | None = None
 
 
 class Solution(eqx.Module):
@@ -227,8 +236,11 @@ class Solution(eqx.Module):
     - `stats`: a dictionary. `"num_matvecs"`: products with the operator; `"samples"`:
         the per-sample estimates, shape `(m,)`, whose mean is `value`, or where that is
         not a scalar `"num_samples"`, their number m; `"std.err"`: the
-        standard error again, under the name that traceax 1.0 gave it. Estimators may
-        add entries of their own and document them.
+        standard error again, under the name that traceax 1.0 gave it. Traces of
+        functions have `"bounds"`, shape `(2, 2)`: a lower bound of what `value` would be
+        without quadrature error and rounding, for the same probes, with its standard
+        error, and an upper bound with its. Estimators may add entries of their own and
+        document them.
     - `state`: with an adaptive budget, what a further call goes on from; `None` for a
         fixed one.
 
@@ -242,6 +254,62 @@ class Solution(eqx.Module):
     state: PyTree[Any]
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
+    def interval(
+        self, confidence: Real[Array, ""] | float = 0.95
+    ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
+        """A confidence interval, which counts the errors of sampling, of quadrature and
+        of rounding.
+
+        That of sampling is counted by a quantile of Student's t for the number of
+        samples. For traces of functions, log-determinants and Schatten norms it is
+        counted from either end of `stats["bounds"]`. Look at `result` first: where a call
+        failed, the interval means nothing.
+
+        !!! Example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import lineax as lx
+            import traceax as tx
+
+            matrix = jnp.diag(jnp.linspace(1.0, 100.0, 300))
+            operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+            solution = tx.logdet(operator, k=20, num_steps=20, key=jax.random.key(0))
+            low, high = solution.interval()
+            print(low, "to", high)
+            ```
+
+        **Arguments:**
+
+        - `confidence`: the probability with which the truth is to be inside, between 0
+            and 1; a number or a scalar array, which may be traced.
+
+        **Returns:**
+
+        Lower and upper end, each of the structure of `value`. Entries of a diagonal have
+        an interval each, and so have the real and the imaginary part of a complex value.
+
+        **Raises:**
+
+        `ValueError` if `confidence` is not between 0 and 1; where it is traced, an
+        `equinox` run-time error.
+        """
+        if not isinstance(confidence, Tracer):
+            if not isinstance(confidence, int | float | np.ndarray | np.generic | Array):
+                raise TypeError(
+                    "`confidence` must be a number between 0 and 1. Found an object of "
+                    f"type {type(confidence).__name__}."
+                )
+            if np.ndim(confidence) != 0 or not 0 < confidence < 1:
+                raise ValueError(
+                    f"`confidence` must be between 0 and 1. Found {confidence!r}. Pass, "
+                    "for example, 0.95."
+                )
+            dtype = jax.dtypes.canonicalize_dtype(float)
+            confidence = jax.device_put(np.asarray(confidence, dtype))
+        return jax.lax.stop_gradient(_interval(self, confidence))
+
     @property
     def details(self) -> str:
         """What the numbers of a failed call say, beside the message of its result."""
@@ -254,3 +322,35 @@ class Solution(eqx.Module):
             smallest, largest = self.stats["ritz_values"]
             return f"Found Ritz values from {smallest} to {largest}."
         return ""
+
+
+@eqx.filter_jit
+def _interval(solution: Solution, confidence: Real[Array, ""]) -> tuple[PyTree, PyTree]:
+    inside = (confidence > 0) & (confidence < 1)
+    message = "`confidence` must be between 0 and 1."
+    confidence = eqx.error_if(confidence, ~inside, message)
+    stats = solution.stats
+    # `DynamicTrace` has a bar of its own, which is not that of a number of samples.
+    count = jnp.asarray(stats.get("num_samples", jnp.inf))
+    if "samples" in stats:
+        count = jnp.sum(jnp.isfinite(stats["samples"]))
+    quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
+
+    def ends(value, std_err, bounds):
+        low, high = value, value
+        low_std_err = high_std_err = std_err
+        if bounds is not None:
+            (low, low_std_err), (high, high_std_err) = bounds
+            low, high = jnp.minimum(low, value), jnp.maximum(high, value)
+        unit = 1 + 1j if jnp.iscomplexobj(value) else 1
+        beyond = unit * quantile.astype(std_err.dtype)
+        return low - beyond * low_std_err, high + beyond * high_std_err
+
+    values, treedef = jax.tree.flatten(solution.value)
+    std_errs = jax.tree.leaves(solution.std_err)
+    bounds = jax.tree.leaves(
+        stats.get("bounds", [None] * len(values)), is_leaf=lambda x: x is None
+    )
+    pairs = [ends(*leaves) for leaves in zip(values, std_errs, bounds, strict=True)]
+    low, high = zip(*pairs, strict=True)
+    return treedef.unflatten(low), treedef.unflatten(high)

@@ -211,11 +211,14 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     """With the rounding floor in the error bar, derivatives of the value alone, and in
     the form that users see."""
     value = estimate.value
-    others = jax.lax.stop_gradient((estimate.std_err, estimate.samples, estimate.extra))
-    std_err, samples, extra = others
+    others = estimate.std_err, estimate.samples, estimate.extra, estimate.bounds
+    std_err, samples, extra, bounds = jax.lax.stop_gradient(others)
     if estimate.rounding > 0:
         size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
         std_err = jnp.hypot(std_err, estimate.rounding * size)
+        if bounds is not None:
+            floor = estimate.rounding * size
+            bounds = bounds.at[:, 1].set(jnp.hypot(bounds[:, 1], floor))
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
@@ -226,7 +229,14 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
         stats["num_samples"] = estimate.num_samples
     else:
         stats["samples"] = samples
+    if bounds is not None:
+        lower, upper = (quantity.present(*end) for end in bounds)
+        stats["bounds"] = jax.tree.map(_two_by_two, *lower, *upper)
     return Solution(value, std_err, result, stats | extra, estimate.state)
+
+
+def _two_by_two(*entries: Array) -> Array:
+    return jnp.stack(entries).reshape(2, 2, *entries[0].shape)
 
 
 def _replaced(solution: Solution, exact: Solution) -> Solution:

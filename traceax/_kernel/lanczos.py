@@ -91,14 +91,16 @@ def lanczos(
 
 
 class BlockLanczos(eqx.Module):
-    """`A V = V T + r E_s*` with a block tridiagonal `T = V* A V`.
+    """`A V = V T + v B E_s*` with a block tridiagonal `T = V* A V`.
 
     - `matrix`: T, of shape (s b, s b). Where the basis has a zero column, its diagonal
         entry is one of A's Rayleigh quotients.
+    - `coupling`: B, of the last block to the next one, v.
     - `basis`: V, block after block; columns are orthonormal or, after a breakdown, zero.
     """
 
     matrix: Inexact[Array, "p p"]
+    coupling: Inexact[Array, "b b"]
     basis: Inexact[Array, "n p"]
 
 
@@ -147,7 +149,7 @@ def block_lanczos(
     matrix = matrix.reshape(num_steps * b, num_steps * b)
     missing = jnp.sum(jnp.abs(basis), axis=0) == 0
     matrix = matrix + jnp.diag(jnp.where(missing, matrix[0, 0], 0))
-    return BlockLanczos((matrix + matrix.conj().T) / 2, basis)
+    return BlockLanczos((matrix + matrix.conj().T) / 2, below[-1], basis)
 
 
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:

@@ -1,9 +1,7 @@
 """Traces of functions by a dense factorisation, from n products."""
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Bool, Real
 
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
@@ -37,10 +35,13 @@ def exact_trace_of_function(
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
     in_domain = check_domain(function, operator, extremes, value)
-    result = first_failure(in_domain, _check_precision(nodes, values, slopes, noise))
+    change, lost = _rounding(nodes, values, slopes, noise)
+    result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
     extra = {"ritz_values": extremes}
     if function.bracketed:
         extra["bracket"] = jnp.stack([value, value])
+    zero = jnp.zeros_like(change)
+    bounds = jnp.stack([value - change, zero, value + change, zero]).reshape(2, 2)
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
     frame = gradient.frame(function, left, eye)
@@ -53,20 +54,22 @@ def exact_trace_of_function(
         rounding=0.0,
         result=result,
         extra=extra,
+        bounds=bounds,
     )
 
 
-def _check_precision(
+def _rounding(
     nodes: Real[Array, " n"],
     values: Real[Array, " n"],
     slopes: Real[Array, " n"],
     noise: Real[Array, ""] | float,
-) -> Any:
-    """Whether rounding changes the sum of `values` in its second digit. Entries of the
-    matrix have errors of size `noise`, and the factorisation has its own; to first order
-    such an E changes `tr f(A)` by `tr(f'(A) E)`."""
-    factorisation = jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
+) -> tuple[Real[Array, ""], Bool[Array, ""]]:
+    """By how much rounding changes the sum of `values`, and whether that is its second
+    digit. Entries of the matrix have errors of size `noise`, and the factorisation has
+    its own; to first order such an E changes `tr f(A)` by `tr(f'(A) E)`."""
+    eps = jnp.finfo(nodes.dtype).eps
+    factorisation = eps * jnp.max(jnp.abs(nodes))
     change = jnp.hypot(factorisation, noise) * jnp.linalg.norm(slopes)
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
-    lost = jnp.isfinite(change) & (change > 0.02 * size)
-    return failure(lost, RESULTS.precision_lost)
+    change = change + eps * jnp.sum(jnp.abs(values))
+    return change, jnp.isfinite(change) & (change > 0.02 * size)

@@ -9,6 +9,7 @@ from .._flat import FlatOperator
 from .._gradient import attach
 from .._kernel.dense import eigh
 from .._kernel.lanczos import block_lanczos
+from .._kernel.quadrature import Compression
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
@@ -18,8 +19,11 @@ from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .krylov import Lanczos
 from .quadratic_form import (
+    bounds_of,
+    bracket_of,
     check_domain,
     check_precision,
+    lower_end,
     slopes_at,
     span,
     values_at,
@@ -139,6 +143,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             deflated = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
             slopes = slopes_at(function, nodes, operator.eps)
             left = run.basis @ ((vectors * slopes) @ lead.conj().T)
+            compression = Compression(run.matrix, run.coupling, nodes, vectors)
+            lower = lower_end(function, compression, None, operator.eps)
+            bracket = bracket_of(function, deflated, compression, present, lower)
 
         def form(flat, probe):
             return Lanczos().form(flat, probe, function, num_steps, None)
@@ -153,8 +160,15 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         extremes = jnp.where(length > 0, forms.extremes, ends)
         extremes = span(jnp.append(extremes, ends, axis=0))
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        rounding = jnp.mean(forms.rounding)
-        precise = check_precision(operator, moments, 0.0, rounding)
+        brackets = bracket + forms.bracket
+        errors = jnp.concatenate([brackets, forms.rounding[:, None]], axis=1)
+        errors = Moments.of(errors)
+        low, high, rounding = errors.mean
+        precise = check_precision(operator, moments, high - low, rounding)
+        extra = {"gradient_residual": forms.residual, "ritz_values": extremes}
+        if function.bracketed:
+            extra["sample_brackets"] = brackets
+            extra["bracket"] = jnp.stack([low, high])
         return Estimate(
             value=attach(operator, moments.mean, frame, execution=execution),
             std_err=moments.std_err(),
@@ -162,11 +176,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             num_matvecs=total * block + num_steps * rest.shape[1],
             rounding=operator.rounding,
             result=first_failure(in_domain, precise),
-            extra={
-                "gradient_residual": forms.residual,
-                "ritz_values": extremes,
-            },
+            extra=extra,
             probes=lambda: right.shape[1] ** 0.5 * right,
+            bounds=bounds_of(errors),
         )
 
 

@@ -124,7 +124,7 @@ class Preconditioned(AbstractFunctionEstimator):
         value, samples, extra = estimate.value, estimate.samples, estimate.extra
         if estimate.probes is not None:
             value = outer.control(operator, value, estimate.probes(), execution)
-        ends = ("bracket", "sample_brackets")
+        bounds, ends = estimate.bounds, ("bracket", "sample_brackets")
         shifted = {name: extra[name] + known for name in ends if name in extra}
         return dataclasses.replace(
             estimate,
@@ -132,4 +132,5 @@ class Preconditioned(AbstractFunctionEstimator):
             samples=None if samples is None else samples + known,
             num_matvecs=estimate.num_matvecs + outer.num_matvecs,
             extra=extra | shifted,
+            bounds=None if bounds is None else bounds.at[:, 0].add(known),
         )

@@ -155,10 +155,10 @@ def bracket_of(
     """Lower and upper bound of what `value` is the Gauss rule for; `lower` is a lower
     bound of the spectrum. What the function is at nodes may be told by `at_nodes`.
 
-    Where no bound is proven, the truth is taken to be within twice the largest difference
-    from three other rules: Gauss-Radau at either end, and the Gauss rule of one step less.
-    A rule with a node outside of the domain tells nothing. Where Lanczos could not go on,
-    the value has no error."""
+    Where no bound is proven, the truth is taken to be within twice the largest
+    difference from three other rules: Gauss-Radau at either end, and Gauss with one step
+    less. A rule with a node outside of the domain tells nothing. Where Lanczos could not
+    go on, the value has no error."""
 
     def values(nodes):
         if at_nodes is not None:
@@ -177,7 +177,19 @@ def bracket_of(
         others.append(integral(values, shorter(compression), measured))
     differences = jnp.abs(jnp.stack(others) - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
-    low, high = value - 2 * jnp.max(differences), value + 2 * jnp.max(differences)
+    # Not infinite, so that moments of such errors are defined.
+    most = jnp.finfo(value.dtype).max ** 0.75
+    error = jnp.minimum(2 * jnp.max(differences), most)
+    low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])
+
+
+def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
+    """Of the mean of quadratic forms: lower and upper end, and the standard error of
+    either, from moments of the lower and the upper ends of brackets, and of roundings."""
+    low, high, rounding = errors.mean
+    low_std_err, high_std_err, _ = errors.std_err()
+    low, high = low - rounding, high + rounding
+    return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)

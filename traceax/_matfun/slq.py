@@ -18,7 +18,7 @@ from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod, GolubKahan, Lanczos
-from .quadratic_form import check_domain, check_precision, span
+from .quadratic_form import bounds_of, check_domain, check_precision, span
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -164,6 +164,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             extra=extra | streamed.loop.extra,
             state=streamed.loop.state,
             probes=probes,
+            bounds=bounds_of(errors),
         )
 
     def _method(
