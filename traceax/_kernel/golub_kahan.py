@@ -3,9 +3,9 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, Int, Real
 
-from .lanczos import dot, orthogonalise, unit
+from .lanczos import cut, dot, orthogonalise, unit
 
 
 class GolubKahan(eqx.Module):
@@ -13,12 +13,14 @@ class GolubKahan(eqx.Module):
     (m, n).
 
     - `diagonal`, `above`: of B; the last of `above` is the norm of r. After a breakdown
-        (an invariant subspace) `above` is 0, and `diagonal` repeats its first entry.
+        (an invariant subspace) `above` is 0, and `diagonal` repeats its first entry. So
+        it is too after the last of fewer steps than there is room for.
     - `projected_diagonal`, `projected_above`: what `diagonal` and `above[:-1]` are
         but for rounding errors of the products, measured from the other side:
         `v_j* A* u_j` and `u_j* A v_(j+1)`, where those are from `A v_j` and `A* u_j`.
     - `left`, `right`: the columns of U and V, as rows; zero after a breakdown.
     - `norm`: of the start vector, which is `norm * V e_1`.
+    - `last`: the index of the last column of V.
     """
 
     diagonal: Real[Array, " s"]
@@ -27,6 +29,15 @@ class GolubKahan(eqx.Module):
     projected_above: Real[Array, " s-1"]
     left: Inexact[Array, "s m"]
     right: Inexact[Array, "s n"]
+    norm: Real[Array, ""]
+    last: Int[Array, ""] | int
+
+
+class GolubKahanState(eqx.Module):
+    """A run that may go on, as `LanczosState`."""
+
+    carry: tuple[Array, ...]
+    buffers: tuple[Inexact[Array, "s m"], Inexact[Array, "s n"], Real[Array, "s 4"]]
     norm: Real[Array, ""]
 
 
@@ -42,14 +53,46 @@ def golub_kahan(
     """`num_steps` steps of bidiagonalisation, each with one product with A and one with
     its adjoint. `window` and `eps` as for `lanczos`. Golub and Kahan, SIAM J. Numer.
     Anal. 2, 1965; lower-to-upper variant as in Paige and Saunders, ACM TOMS 8, 1982."""
+    products = mv, adjoint_mv
+    state = golub_kahan_start(mv, start, num_steps)
+    state = golub_kahan_advance(*products, state, 0, num_steps, window=window, eps=eps)
+    return golub_kahan_run(state, num_steps)
+
+
+def golub_kahan_start(
+    mv: Callable[[Array], Array], start: Inexact[Array, " n"], most: int
+) -> GolubKahanState:
+    """Before the first of at most `most` steps."""
+    vector, norm = unit(start)
+    rights = jnp.zeros_like(start, shape=(most, start.shape[0]))
+    previous = jnp.zeros_like(start, shape=jax.eval_shape(mv, start).shape)
+    lefts = jnp.zeros_like(start, shape=(most, *previous.shape))
+    entries = jnp.zeros_like(norm, shape=(most, 4))
+    zero = jnp.zeros_like(norm)
+    carry = (vector, previous, zero, zero)
+    return GolubKahanState(carry, (lefts, rights, entries), norm)
+
+
+def golub_kahan_advance(
+    mv: Callable[[Array], Array],
+    adjoint_mv: Callable[[Array], Array],
+    state: GolubKahanState,
+    first: Int[Array, ""] | int,
+    last: Int[Array, ""] | int,
+    *,
+    window: int | None = None,
+    eps: float,
+) -> GolubKahanState:
+    """Steps from number `first` on, before number `last`."""
+    dtype = state.carry[0].dtype
 
     def clean(x, rows, j):
         if window is None:
             return orthogonalise(x, (rows,))
         if window == 0:
             return x
-        first = jnp.maximum(j + 1 - window, 0)
-        recent = jax.lax.dynamic_slice_in_dim(rows, first, min(window, num_steps))
+        earliest = jnp.maximum(j + 1 - window, 0)
+        recent = jax.lax.dynamic_slice_in_dim(rows, earliest, min(window, len(rows)))
         return orthogonalise(x, (recent,))
 
     def split(x, scale):
@@ -62,36 +105,37 @@ def golub_kahan(
         rights = rights.at[j].set(vector)
         product = mv(vector)
         projected_beta = dot(previous, product).real
-        rest = clean(product - beta.astype(start.dtype) * previous, lefts, j)
+        rest = clean(product - beta.astype(dtype) * previous, lefts, j)
         left, alpha = split(rest, scale)
         scale = jnp.maximum(scale, alpha)
         lefts = lefts.at[j].set(left)
         product = adjoint_mv(left)
         projected_alpha = dot(vector, product).real
-        rest = product - alpha.astype(start.dtype) * vector
+        rest = product - alpha.astype(dtype) * vector
         vector, beta = split(clean(rest, rights, j), scale)
         scale = jnp.maximum(scale, beta)
         entry = jnp.stack([alpha, beta, projected_alpha, projected_beta])
         return (vector, left, beta, scale), (lefts, rights, entries.at[j].set(entry))
 
-    vector, norm = unit(start)
-    rights = jnp.zeros_like(start, shape=(num_steps, start.shape[0]))
-    previous = jnp.zeros_like(start, shape=jax.eval_shape(mv, start).shape)
-    lefts = jnp.zeros_like(start, shape=(num_steps, *previous.shape))
-    zeros = jnp.zeros_like(norm, shape=(num_steps, 4))
-    zero = jnp.zeros_like(norm)
-    carry = (vector, previous, zero, zero)
-    _, (lefts, rights, entries) = jax.lax.fori_loop(
-        0, num_steps, step, (carry, (lefts, rights, zeros))
-    )
+    part = (state.carry, state.buffers)
+    carry, buffers = jax.lax.fori_loop(first, last, step, part)
+    return GolubKahanState(carry, buffers, state.norm)
+
+
+def golub_kahan_run(state: GolubKahanState, steps: Int[Array, ""] | int) -> GolubKahan:
+    """What `steps` steps have found, all that were made."""
+    lefts, rights, entries = state.buffers
     diagonal, above, projected_diagonal, projected_above = entries.T
+    last = steps - 1
+    above, residual = cut(above, last)
     broken = jnp.cumsum(jnp.append(False, above[:-1] == 0)) > 0
     return GolubKahan(
         diagonal=jnp.where(broken, diagonal[0], diagonal),
-        above=above,
+        above=above.at[-1].set(residual),
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
         projected_above=projected_above[1:],
         left=lefts,
         right=rights,
-        norm=norm,
+        norm=state.norm,
+        last=last,
     )

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, Int, Real
 
 from .dense import thin_svd
 
@@ -20,16 +20,29 @@ class Lanczos(eqx.Module):
     - `beta`: its off-diagonal, `beta[j]` between steps j and j + 1, and last the norm of
         the residual r. After a breakdown (an invariant subspace) it is 0, rows of the
         basis are 0 and `alpha` repeats its first entry, which is in A's numerical range.
+        So it is too after the last of fewer steps than there is room for.
     - `projected`: what `beta[:-1]` is but for rounding errors of the products, measured
         from the other side: `v_j* A v_(j+1)`, where `beta[j]` is from `A v_j`.
     - `basis`: the columns of V, as rows.
     - `norm`: of the start vector, which is `norm * V e_1`.
+    - `last`: the index of the last column of V.
     """
 
     alpha: Real[Array, " s"]
     beta: Real[Array, " s"]
     projected: Real[Array, " s-1"]
     basis: Inexact[Array, "s n"]
+    norm: Real[Array, ""]
+    last: Int[Array, ""] | int
+
+
+class LanczosState(eqx.Module):
+    """A run that may go on: the next basis vector, what the recurrence needs of the steps
+    before, and the basis and the entries of T that there are."""
+
+    carry: tuple[Array, ...]
+    buffers: tuple[Inexact[Array, "_ n"], ...]
+    entries: tuple[Real[Array, "_ 3"], ...]
     norm: Real[Array, ""]
 
 
@@ -49,21 +62,49 @@ def lanczos(
     Iterative Methods for Sparse Linear Systems, 2003, with Gram-Schmidt repeated while
     there is cancellation (Daniel, Gragg, Kaufman, Stewart, Math. Comp. 30, 1976).
     """
-    vector, norm = unit(start)
-    entries, buffers = [], []
-    carry = (vector, jnp.zeros_like(vector), jnp.zeros_like(norm), jnp.zeros_like(norm))
-    num_buffers = -(-num_steps // _BUFFER) if window is None else 1
-    for i in range(num_buffers):
-        size = num_steps // num_buffers + (i < num_steps % num_buffers)
+    state = lanczos_start(start, num_steps, window=window)
+    state = lanczos_advance(mv, state, 0, num_steps, window=window, eps=eps)
+    return lanczos_run(state, num_steps)
 
-        def step(j, state, full=tuple(buffers)):
+
+def lanczos_start(
+    start: Inexact[Array, " n"], most: int, *, window: int | None = None
+) -> LanczosState:
+    """Before the first of at most `most` steps."""
+    vector, norm = unit(start)
+    zero = jnp.zeros_like(norm)
+    num_buffers = -(-most // _BUFFER) if window is None else 1
+    sizes = [most // num_buffers + (i < most % num_buffers) for i in range(num_buffers)]
+    return LanczosState(
+        carry=(vector, jnp.zeros_like(vector), zero, zero),
+        buffers=tuple(jnp.zeros_like(start, shape=(m, start.shape[0])) for m in sizes),
+        entries=tuple(jnp.zeros_like(norm, shape=(m, 3)) for m in sizes),
+        norm=norm,
+    )
+
+
+def lanczos_advance(
+    mv: Callable[[Array], Array],
+    state: LanczosState,
+    first: Int[Array, ""] | int,
+    last: Int[Array, ""] | int,
+    *,
+    window: int | None = None,
+    eps: float,
+) -> LanczosState:
+    """Steps from number `first` on, before number `last`."""
+    carry, dtype, offset = state.carry, state.carry[0].dtype, 0
+    buffers, entries = list(state.buffers), list(state.entries)
+    for i, size in enumerate(map(len, state.buffers)):
+
+        def step(j, state, full=tuple(buffers[:i])):
             (vector, previous, beta, scale), (buffer, entry) = state
             buffer = buffer.at[j].set(vector)
             product = mv(vector)
             form = dot(vector, product).real
             projected = dot(previous, product).real
-            rest = product - form.astype(start.dtype) * vector
-            rest = rest - beta.astype(start.dtype) * previous
+            rest = product - form.astype(dtype) * vector
+            rest = rest - beta.astype(dtype) * previous
             if window is None:
                 rest = orthogonalise(rest, (*full, buffer))
             elif window > 0:
@@ -80,14 +121,39 @@ def lanczos(
             entry = entry.at[j].set(jnp.stack([form, beta, projected]))
             return (following, vector, beta, scale), (buffer, entry)
 
-        rows = jnp.zeros_like(start, shape=(size, start.shape[0]))
-        zeros = jnp.zeros_like(norm, shape=(size, 3))
-        carry, (buffer, entry) = jax.lax.fori_loop(0, size, step, (carry, (rows, zeros)))
-        buffers, entries = [*buffers, buffer], [*entries, entry]
-    alpha, beta, projected = jnp.concatenate(entries).T
+        part = (carry, (buffers[i], entries[i]))
+        ends = within(first - offset, size), within(last - offset, size)
+        carry, (buffers[i], entries[i]) = jax.lax.fori_loop(*ends, step, part)
+        offset += size
+    return LanczosState(carry, tuple(buffers), tuple(entries), state.norm)
+
+
+def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
+    """What `steps` steps have found, all that were made."""
+    alpha, beta, projected = jnp.concatenate(state.entries).T
+    last = steps - 1
+    beta, residual = cut(beta, last)
     broken = jnp.append(False, beta[:-1] == 0)
     alpha = jnp.where(jnp.cumsum(broken) > 0, alpha[0], alpha)
-    return Lanczos(alpha, beta, projected[1:], jnp.concatenate(buffers), norm)
+    beta = beta.at[-1].set(residual)
+    basis = jnp.concatenate(state.buffers)
+    return Lanczos(alpha, beta, projected[1:], basis, state.norm, last)
+
+
+def within(bound: Int[Array, ""] | int, size: int) -> Int[Array, ""] | int:
+    """The bound of a loop, that of one over the first `size` steps."""
+    if isinstance(bound, int):
+        return min(max(bound, 0), size)
+    return jnp.clip(bound, 0, size)
+
+
+def cut(
+    couplings: Real[Array, " s"], last: Int[Array, ""] | int
+) -> tuple[Real[Array, " s"], Real[Array, ""]]:
+    """The couplings of each step with the next one, without that of the last step; and
+    that one, the norm of the residual."""
+    inside = jnp.arange(len(couplings)) < last
+    return jnp.where(inside, couplings, 0), couplings[last]
 
 
 class BlockLanczos(eqx.Module):

@@ -26,35 +26,33 @@ def ritz(
 
 
 class Compression(eqx.Module):
-    """A on a Krylov space: `A V = V T + v B E*`, with E the last columns of the identity.
+    """A on a Krylov space: `A V = V T + v B`.
 
     - `matrix`: T, tridiagonal or with blocks of size b.
-    - `coupling`: B, of shape (b, b).
+    - `border`: B, of shape (b, p), zero but for the columns of the last step.
     - `nodes`, `vectors`: the eigenpairs of T.
     """
 
     matrix: Inexact[Array, "p p"]
-    coupling: Inexact[Array, "b b"]
+    border: Inexact[Array, "b p"]
     nodes: Real[Array, " p"]
     vectors: Inexact[Array, "p p"]
 
     def __neg__(self) -> "Compression":
-        return Compression(-self.matrix, -self.coupling, -self.nodes, self.vectors)
+        return Compression(-self.matrix, -self.border, -self.nodes, self.vectors)
 
 
 def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q"]:
     """T of one step more, chosen such that `end`, at or below the spectrum, is a node
     (Golub, SIAM Review 15, 1973, 318-334). The eigenpairs of T solve the linear system
     that there is."""
-    matrix, coupling = compression.matrix, compression.coupling
-    p, b = len(matrix), len(coupling)
-    size = jnp.max(jnp.abs(matrix)) + jnp.max(jnp.abs(coupling))
+    matrix, border = compression.matrix, compression.border
+    size = jnp.max(jnp.abs(matrix)) + jnp.max(jnp.abs(border))
     floor = jnp.finfo(matrix.dtype).eps * size
     distances = jnp.maximum(compression.nodes - end, jnp.where(floor > 0, floor, 1))
-    last = jnp.matmul(coupling, compression.vectors[p - b :], precision="highest")
+    last = jnp.matmul(border, compression.vectors, precision="highest")
     corner = jnp.matmul(last, (last / distances).conj().T, precision="highest")
-    corner = corner + end * jnp.eye(b, dtype=matrix.dtype)
-    border = jnp.pad(coupling, ((0, 0), (p - b, 0)))
+    corner = corner + end * jnp.eye(len(border), dtype=matrix.dtype)
     return jnp.block([[matrix, border.conj().T], [border, corner]])
 
 
@@ -62,9 +60,9 @@ def shorter(compression: Compression) -> Inexact[Array, "p p"]:
     """T of one step less. In place of that is a node without weight, inside of the
     spectrum."""
     matrix = compression.matrix
-    p, b = len(matrix), len(compression.coupling)
-    fill = matrix[0, 0] * jnp.eye(b, dtype=matrix.dtype)
-    return matrix.at[p - b :].set(0).at[:, p - b :].set(0).at[p - b :, p - b :].set(fill)
+    left_out = jnp.any(compression.border != 0, axis=0)
+    kept = jnp.where(left_out[:, None] | left_out, 0, matrix)
+    return kept + jnp.diag(jnp.where(left_out, matrix[0, 0], 0))
 
 
 def apply_to_first(

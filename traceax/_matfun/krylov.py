@@ -3,13 +3,17 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
 from .._kernel.dense import svd
-from .._kernel.golub_kahan import golub_kahan
-from .._kernel.lanczos import lanczos, unit
+from .._kernel.golub_kahan import (
+    golub_kahan_advance,
+    golub_kahan_run,
+    golub_kahan_start,
+)
+from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start, unit
 from .._kernel.quadrature import apply_to_first, Compression, ritz, tridiagonal
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
@@ -37,23 +41,31 @@ class AbstractKrylovMethod(eqx.Module):
         import lineax as lx
         import traceax as tx
 
-        class Shallow(tx.AbstractKrylovMethod):
-            # Lanczos of at most three steps.
+        class Centred(tx.AbstractKrylovMethod):
+            # Lanczos on what is orthogonal to constant vectors, the kernel of the
+            # Laplacian of a graph: its eigenvalues there count the spanning trees.
             products_per_step: ClassVar[int] = 1
 
             def fits(self, operator, function):
                 return tx.Lanczos().fits(operator, function)
 
-            def form(self, operator, probe, function, num_steps, lower_bound):
-                steps = min(num_steps, 3)
-                return tx.Lanczos().form(operator, probe, function, steps, lower_bound)
+            def start(self, operator, probe, most):
+                return tx.Lanczos().start(operator, probe - jnp.mean(probe), most)
 
-        operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
-        estimator = tx.SLQEstimator(krylov=Shallow())
+            def advance(self, operator, state, first, last):
+                return tx.Lanczos().advance(operator, state, first, last)
+
+            def read(self, operator, state, steps, function, lower_bound):
+                settings = state, steps, function, lower_bound
+                return tx.Lanczos().read(operator, *settings)
+
+        laplacian = 100 * jnp.eye(100) - jnp.ones((100, 100))
+        operator = lx.MatrixLinearOperator(laplacian, lx.positive_semidefinite_tag)
         solution = tx.trace_of_function(
-            operator, tx.Exp(), estimator, k=4, num_steps=9, key=jax.random.key(0)
+            operator, tx.Log(), tx.SLQEstimator(krylov=Centred()), k=50, num_steps=5,
+            key=jax.random.key(0),
         )
-        print(f"{solution.value:.1f}")  # 738.9
+        print(solution.value, "+-", solution.std_err, "exactly", 99 * jnp.log(100))
         ```
 
     **Attributes:**
@@ -79,22 +91,60 @@ class AbstractKrylovMethod(eqx.Module):
         """
 
     @abc.abstractmethod
-    def form(
-        self,
-        operator: FlatOperator,
-        probe: Inexact[Array, " n"],
-        function: AbstractSpectralFunction,
-        num_steps: int,
-        lower_bound: Real[Array, ""] | float | None,
-    ) -> QuadraticForm:
-        """One quadratic form.
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        """A run, before its first step.
 
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors, constant to derivatives.
         - `probe`: z, of shape `(n,)`.
+        - `most`: the largest number of steps that there is to be room for.
+
+        **Returns:**
+
+        A PyTree of arrays.
+        """
+
+    @abc.abstractmethod
+    def advance(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        """The run after some more steps, of `products_per_step` products each.
+
+        **Arguments:**
+
+        - `operator`: A.
+        - `state`: of the run, after `first` steps.
+        - `first`, `last`: how many steps have been made, and are to be; may be traced.
+
+        **Returns:**
+
+        A PyTree like `state`.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        function: AbstractSpectralFunction,
+        lower_bound: Real[Array, ""] | float | None,
+    ) -> QuadraticForm:
+        """The quadratic form, from no further product.
+
+        **Arguments:**
+
+        - `operator`: A.
+        - `state`: of the run.
+        - `steps`: how many steps have been made; may be traced.
         - `function`: f.
-        - `num_steps`: the dimension of the Krylov space.
         - `lower_bound`: a number not above the smallest eigenvalue, or singular value for
             a function of those; `None` if none is known.
 
@@ -102,6 +152,31 @@ class AbstractKrylovMethod(eqx.Module):
 
         A `QuadraticForm` of `traceax.internal`.
         """
+
+    def form(
+        self,
+        operator: FlatOperator,
+        probe: Inexact[Array, " n"],
+        function: AbstractSpectralFunction,
+        most: int,
+        lower_bound: Real[Array, ""] | float | None = None,
+        steps: Int[Array, ""] | int | None = None,
+    ) -> QuadraticForm:
+        """One quadratic form, by all of the above.
+
+        **Arguments:**
+
+        - `operator`, `probe`, `function`, `most`, `lower_bound`: as above.
+        - `steps`: how many of `most` steps are to be made; by default all.
+
+        **Returns:**
+
+        A `QuadraticForm` of `traceax.internal`.
+        """
+        steps = most if steps is None else steps
+        state = self.start(operator, probe, most)
+        state = self.advance(operator, state, 0, steps)
+        return self.read(operator, state, steps, function, lower_bound)
 
 
 class Lanczos(AbstractKrylovMethod):
@@ -141,16 +216,30 @@ class Lanczos(AbstractKrylovMethod):
     def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
         return operator.hermitian and not function.of_singular_values
 
-    def form(
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return lanczos_start(probe, most, window=self.window)
+
+    def advance(
         self,
         operator: FlatOperator,
-        probe: Inexact[Array, " n"],
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        settings = {"window": self.window, "eps": operator.eps}
+        return lanczos_advance(operator.mv, state, first, last, **settings)
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
         function: AbstractSpectralFunction,
-        num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
     ) -> QuadraticForm:
-        eps = operator.eps
-        run = lanczos(operator.mv, probe, num_steps, window=self.window, eps=eps)
+        eps, run = operator.eps, lanczos_run(state, steps)
         nodes, vectors = ritz(run.alpha, run.beta)
         square, first = run.norm**2, jnp.ones(1, bool)
         value = jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
@@ -158,14 +247,15 @@ class Lanczos(AbstractKrylovMethod):
         again = integral(lambda x: values_at(function, x, eps), again, first)
 
         matrix = tridiagonal(run.alpha, run.beta)
-        compression = Compression(matrix, run.beta[-1:, None], nodes, vectors)
+        border = jnp.zeros_like(nodes).at[run.last].set(run.beta[-1])
+        compression = Compression(matrix, border[None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
         bracket = bracket_of(function, value, compression, first, lower)
 
         slopes = slopes_at(function, nodes, eps)
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
-        residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+        residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
         gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
         return QuadraticForm(
             value=square * value,
@@ -212,16 +302,31 @@ class GolubKahan(AbstractKrylovMethod):
     def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
         return function.of_singular_values
 
-    def form(
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return golub_kahan_start(operator.mv, probe, most)
+
+    def advance(
         self,
         operator: FlatOperator,
-        probe: Inexact[Array, " n"],
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        settings = {"window": self.window, "eps": operator.eps}
+        products = operator.mv, operator.adjoint_mv
+        return golub_kahan_advance(*products, state, first, last, **settings)
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
         function: AbstractSpectralFunction,
-        num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
     ) -> QuadraticForm:
-        eps, products = operator.eps, (operator.mv, operator.adjoint_mv)
-        run = golub_kahan(*products, probe, num_steps, window=self.window, eps=eps)
+        eps, run = operator.eps, golub_kahan_run(state, steps)
         square = run.norm**2
 
         def gauss(diagonal, above):
@@ -244,8 +349,9 @@ class GolubKahan(AbstractKrylovMethod):
         def of_squares(squares):
             return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
+        border = jnp.zeros_like(s).at[run.last].set(diagonal[run.last] * above[-1])
         compression = Compression(
-            tridiagonal(alpha, beta), beta[-1:, None], (s / unit_of) ** 2, vh.T
+            tridiagonal(alpha, beta), border[None], (s / unit_of) ** 2, vh.T
         )
         first = jnp.ones(1, bool)
         bracket = bracket_of(function, value, compression, first, lower**2, of_squares)
@@ -253,7 +359,7 @@ class GolubKahan(AbstractKrylovMethod):
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
         _, size = unit(vh[:, 0] * slopes * s)
-        residual = run.above[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+        residual = run.above[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
         gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
         return QuadraticForm(
             value=square * value,

@@ -126,7 +126,7 @@ def lower_end(
     if lower_bound is not None:
         return jnp.minimum(jnp.asarray(lower_bound, nodes.dtype), nodes[0])
     if not function.semidefinite_domain:
-        beyond = nodes[0] - jnp.linalg.norm(compression.coupling)
+        beyond = nodes[0] - jnp.linalg.norm(compression.border)
         return jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
     return roundoff(nodes, eps) if function.singular_at_zero else jnp.zeros_like(nodes[0])
 
@@ -170,7 +170,7 @@ def bracket_of(
     other = integral(with_lower, radau(compression, lower), measured)
     if function.bracketed:
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-    rest = jnp.linalg.norm(compression.coupling)
+    rest = jnp.linalg.norm(compression.border)
     upper = jnp.max(compression.nodes) + rest
     others = [other, integral(values, -radau(-compression, -upper), measured)]
     if len(compression.matrix) > len(compression.coupling):
