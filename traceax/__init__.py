@@ -92,6 +92,7 @@ from ._matfun.spectral_density import (
     spectral_density as spectral_density,
     SpectralDensity as SpectralDensity,
 )
+from ._matfun.steps import AdaptiveSteps as AdaptiveSteps
 from ._norms import frobenius_norm as frobenius_norm, row_norms as row_norms
 from ._operator.curvature import (
     ggn as ggn,

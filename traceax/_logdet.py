@@ -3,13 +3,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator, check_positive
+from ._checks import check_instance, check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -19,6 +18,7 @@ from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.preconditioned import Preconditioned
 from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.slq import SLQEstimator
+from ._matfun.steps import AdaptiveSteps, check_steps
 from ._matfun.structured import SignLog, structured_log_det
 from ._solution import Estimate, failure, RESULTS, Solution
 from ._solve import solve
@@ -29,7 +29,7 @@ class _LogDet(AbstractFunctionTask):
 
     estimator: AbstractFunctionEstimator
     gradient: AbstractFunctionGradient
-    num_steps: int = eqx.field(static=True)
+    num_steps: int | AdaptiveSteps
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
@@ -52,7 +52,7 @@ class _LogDet(AbstractFunctionTask):
                 function,
                 self.gradient,
                 k=k,
-                num_steps=min(self.num_steps, flat.size),
+                num_steps=self.num_steps,
                 key=key,
                 execution=execution,
             )
@@ -96,7 +96,7 @@ def logdet(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive,
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     preconditioner: AbstractPreconditioner | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
@@ -143,7 +143,8 @@ def logdet(
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance (of `std_err`; the bracket depends on `num_steps`).
     - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
-        count as n.
+        count as n. Or [`traceax.AdaptiveSteps`][], as by default: as many as the bracket
+        needs to be narrow beside the error that is aimed at.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative of
         one tagged negative), made from the same or from a similar operator. See
@@ -180,7 +181,7 @@ def logdet(
         positive definite; it is singular; a product was not finite.
     """
     check_operator(operator)
-    num_steps = check_positive("num_steps", num_steps)
+    num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if preconditioner is not None:

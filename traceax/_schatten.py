@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator, check_positive
+from ._checks import check_instance, check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -20,6 +20,7 @@ from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import SingularPower
 from ._matfun.gradients import LanczosGradient
 from ._matfun.slq import SLQEstimator
+from ._matfun.steps import AdaptiveSteps, check_steps
 from ._quantity import AbstractQuantity, SchattenNorm
 from ._solution import Estimate, Solution
 from ._solve import solve
@@ -31,7 +32,7 @@ class _Schatten(AbstractFunctionTask):
 
     estimator: AbstractFunctionEstimator
     function: SingularPower
-    num_steps: int = eqx.field(static=True)
+    num_steps: int | AdaptiveSteps
     quantity: AbstractQuantity = eqx.field(kw_only=True)
 
     def exact(
@@ -55,7 +56,7 @@ class _Schatten(AbstractFunctionTask):
             LanczosGradient(),
             quantity=self.quantity,
             k=k,
-            num_steps=min(self.num_steps, flat.size),
+            num_steps=self.num_steps,
             key=key,
             execution=execution,
         )
@@ -90,7 +91,7 @@ def schatten_norm(
     p: int | float,
     *,
     k: int | Adaptive,
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     estimator: SLQEstimator = SLQEstimator(),
     execution: AbstractExecution = Local(),
@@ -130,7 +131,7 @@ def schatten_norm(
         n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
         are those of the norm.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
-        than n count as n.
+        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as for [`traceax.trace`][].
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is one of the singular
         values of which there are n.
@@ -159,7 +160,7 @@ def schatten_norm(
     """
     check_operator(operator, square=False)
     p = _check_power(p)
-    num_steps = check_positive("num_steps", num_steps)
+    num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     tall = operator if operator.out_size() >= operator.in_size() else operator.T
     task = _Schatten(

@@ -3,12 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_instance, check_operator, check_positive
+from ._checks import check_hermitian, check_instance, check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -16,6 +15,7 @@ from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
+from ._matfun.steps import AdaptiveSteps, check_steps
 from ._solution import Estimate, Solution
 from ._solve import solve
 
@@ -26,7 +26,7 @@ class _TraceOfFunction(AbstractFunctionTask):
     function: AbstractSpectralFunction
     estimator: AbstractFunctionEstimator
     gradient: AbstractFunctionGradient
-    num_steps: int = eqx.field(static=True)
+    num_steps: int | AdaptiveSteps
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
@@ -46,7 +46,7 @@ class _TraceOfFunction(AbstractFunctionTask):
             self.function,
             self.gradient,
             k=k,
-            num_steps=min(self.num_steps, operator.in_size()),
+            num_steps=self.num_steps,
             key=key,
             execution=execution,
         )
@@ -58,7 +58,7 @@ def trace_of_function(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive,
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -96,7 +96,7 @@ def trace_of_function(
         n products and a dense eigendecomposition. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
-        n count as n.
+        n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log` and
@@ -122,7 +122,7 @@ def trace_of_function(
     """
     check_operator(operator)
     check_hermitian(operator)
-    num_steps = check_positive("num_steps", num_steps)
+    num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     function = as_spectral_function(function)

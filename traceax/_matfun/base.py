@@ -12,6 +12,7 @@ from .._solution import Estimate
 from .._solve import AbstractTask
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
+from .steps import AdaptiveSteps
 
 
 class AbstractFunctionEstimator(eqx.Module):
@@ -63,7 +64,7 @@ class AbstractFunctionEstimator(eqx.Module):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Adaptive,
-        num_steps: int,
+        num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
@@ -76,7 +77,7 @@ class AbstractFunctionEstimator(eqx.Module):
         - `function`: f.
         - `gradient`: how the derivative is to be made.
         - `k`: the number of probes, a number or adaptive.
-        - `num_steps`: the number of Lanczos steps, at most n.
+        - `num_steps`: the number of Lanczos steps, at most n, a number or adaptive.
         - `key`: a JAX PRNG key, or `None` if the caller gave none.
         - `execution`: where products are to be made.
         - `quantity`: what users see of the trace, to which the tolerance of an adaptive

@@ -242,7 +242,8 @@ class Lanczos(AbstractKrylovMethod):
         eps, run = operator.eps, lanczos_run(state, steps)
         nodes, vectors = ritz(run.alpha, run.beta)
         square, first = run.norm**2, jnp.ones(1, bool)
-        value = jnp.sum(vectors[0] ** 2 * values_at(function, nodes, eps))
+        values = values_at(function, nodes, eps)
+        value = jnp.sum(vectors[0] ** 2 * values)
         again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
         again = integral(lambda x: values_at(function, x, eps), again, first)
 
@@ -259,6 +260,7 @@ class Lanczos(AbstractKrylovMethod):
         gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
         return QuadraticForm(
             value=square * value,
+            square=square * jnp.sum((vectors[0] * values) ** 2),
             gradient=gradient,
             residual=residual,
             bracket=square * bracket,
@@ -332,10 +334,10 @@ class GolubKahan(AbstractKrylovMethod):
         def gauss(diagonal, above):
             u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
             values = values_at(function, s, eps)
-            return jnp.sum(vh[:, 0] ** 2 * values), (u, s, vh)
+            return jnp.sum(vh[:, 0] ** 2 * values), values, (u, s, vh)
 
-        value, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
-        again, _ = gauss(run.projected_diagonal, run.projected_above)
+        value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
+        again, *_ = gauss(run.projected_diagonal, run.projected_above)
         # Other rules are for B* B, in units of the largest singular value so as not to
         # overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
@@ -363,6 +365,7 @@ class GolubKahan(AbstractKrylovMethod):
         gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
         return QuadraticForm(
             value=square * value,
+            square=square * jnp.sum((vh[:, 0] * values) ** 2),
             gradient=gradient,
             residual=residual,
             bracket=square * bracket,

@@ -28,6 +28,7 @@ from .quadratic_form import (
     span,
     values_at,
 )
+from .steps import AdaptiveSteps
 
 
 class KrylovAwareEstimator(AbstractFunctionEstimator):
@@ -103,7 +104,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Adaptive,
-        num_steps: int,
+        num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
@@ -113,6 +114,12 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
                 f"function of its eigenvalues. {found(operator, function)} Tag it if it "
                 "is, or use `traceax.SLQEstimator`."
+            )
+        if isinstance(num_steps, AdaptiveSteps):
+            raise ValueError(
+                "`KrylovAwareEstimator` needs a fixed number of steps. Found "
+                "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
+                "`traceax.SLQEstimator`."
             )
         if isinstance(k, Adaptive):
             raise ValueError(
@@ -143,7 +150,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             deflated = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
             slopes = slopes_at(function, nodes, operator.eps)
             left = run.basis @ ((vectors * slopes) @ lead.conj().T)
-            compression = Compression(run.matrix, run.coupling, nodes, vectors)
+            border = jnp.pad(run.coupling, ((0, 0), ((total - 1) * block, 0)))
+            compression = Compression(run.matrix, border, nodes, vectors)
             lower = lower_end(function, compression, None, operator.eps)
             bracket = bracket_of(function, deflated, compression, present, lower)
 

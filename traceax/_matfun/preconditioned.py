@@ -14,6 +14,7 @@ from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .preconditioner import AbstractPreconditioner
+from .steps import AdaptiveSteps
 
 
 class Preconditioned(AbstractFunctionEstimator):
@@ -89,7 +90,7 @@ class Preconditioned(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Adaptive,
-        num_steps: int,
+        num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),

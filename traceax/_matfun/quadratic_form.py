@@ -19,6 +19,7 @@ class QuadraticForm(eqx.Module):
     """What one probe z tells of a function of A.
 
     - `value`: the Gauss rule for `z* f(A) z`.
+    - `square`: the Gauss rule for `z* f(A)^2 z`, in the mean `||f(A)||_F^2`.
     - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean;
         for a function of singular values `U f'(S) V* z`.
     - `residual`: of `A gradient` (for singular values `A* gradient`) relative to what it
@@ -31,6 +32,7 @@ class QuadraticForm(eqx.Module):
     """
 
     value: Real[Array, ""]
+    square: Real[Array, ""]
     gradient: Inexact[Array, " m"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
@@ -173,7 +175,7 @@ def bracket_of(
     rest = jnp.linalg.norm(compression.border)
     upper = jnp.max(compression.nodes) + rest
     others = [other, integral(values, -radau(-compression, -upper), measured)]
-    if len(compression.matrix) > len(compression.coupling):
+    if len(compression.matrix) > len(compression.border):
         others.append(integral(values, shorter(compression), measured))
     differences = jnp.abs(jnp.stack(others) - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)

@@ -13,12 +13,13 @@ from .._iterate import stream
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate, first_failure
+from .._solution import Estimate, failure, first_failure, RESULTS
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod, GolubKahan, Lanczos
 from .quadratic_form import bounds_of, check_domain, check_precision, span
+from .steps import AdaptiveSteps, choose_steps
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -105,19 +106,41 @@ class SLQEstimator(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Adaptive,
-        num_steps: int,
+        num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        krylov = self._method(operator, function)
+        krylov, bound = self._method(operator, function), self.lower_bound
 
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
 
+        def excess(value, low, high, square):
+            """Half of a bracket over the error that is aimed at."""
+            rounding = operator.rounding * jnp.abs(value)
+            if isinstance(k, Adaptive):
+                ends = [quantity.present(x, rounding)[0] for x in (value, low, high)]
+                value, low, high = map(k.size, ends)
+                aimed = k.tolerance(value)
+            else:
+                aimed = jnp.maximum(square - value**2 / operator.size, 0)
+                aimed = jnp.sqrt(2 * aimed / k)
+            half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
+            ratio = half / jnp.where(aimed > 0, aimed, 1)
+            return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
+
+        most, steps, spent = num_steps, num_steps, 0
+        if isinstance(num_steps, AdaptiveSteps):
+            most = num_steps.max_steps
+            probe = draw(operator, jnp.zeros(1, int))[:, 0]
+            one = lambda form: excess(form.value, *form.bracket, form.square)  # noqa: E731
+            settings = krylov, operator, probe, function, bound, one, execution
+            steps = spent = choose_steps(num_steps, *settings)
+
         def body(flat, index):
             probe = draw(flat, index[None])
-            settings = function, num_steps, self.lower_bound
+            settings = function, most, bound, steps
             one = krylov.form(flat.frozen, probe[:, 0], *settings)
             frame = gradient.frame(function, one.gradient[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
@@ -136,7 +159,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
             return Moments.merge(moments), Moments.merge(errors), span(extremes)
 
-        settings = {"width": num_steps, "quantity": quantity}
+        settings = {"width": most, "quantity": quantity}
         streamed = stream(body, reduce, merge, operator, k, execution, **settings)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
@@ -145,22 +168,28 @@ class SLQEstimator(AbstractFunctionEstimator):
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
+        wide = None
+        if isinstance(num_steps, AdaptiveSteps):
+            extra["num_steps"] = steps
+            if isinstance(k, Adaptive):
+                missed = excess(moments.mean, low, high, 0) > 1
+                wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
         precise = check_precision(operator, moments, high - low, rounding)
 
         def probes():
-            most = largest_budget(k)
-            used = jnp.arange(most) < streamed.count
-            weight = jnp.sqrt(most / jnp.maximum(moments.count, 1))
-            return jnp.where(used, weight * draw(operator, jnp.arange(most)), 0)
+            budget = largest_budget(k)
+            used = jnp.arange(budget) < streamed.count
+            weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
+            return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
 
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
-            num_matvecs=streamed.count * num_steps * krylov.products_per_step,
+            num_matvecs=(streamed.count * steps + spent) * krylov.products_per_step,
             rounding=operator.rounding,
-            result=first_failure(in_domain, precise, streamed.loop.result),
+            result=first_failure(in_domain, precise, streamed.loop.result, wide),
             extra=extra | streamed.loop.extra,
             state=streamed.loop.state,
             probes=probes,

@@ -1,0 +1,115 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, Real, Scalar
+
+from .._checks import check_positive
+from .._execution import AbstractExecution
+from .._flat import FlatOperator
+from .functions import AbstractSpectralFunction
+from .krylov import AbstractKrylovMethod
+from .quadratic_form import QuadraticForm
+
+
+class AdaptiveSteps(eqx.Module):
+    r"""As many steps of the Krylov method as the data ask for: pass it as `num_steps`.
+
+    The first probe is run until half of its bracket is at most `share` of the error that
+    is aimed at: the tolerance of an adaptive budget, or the standard error of a mean over
+    `k` probes, $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as far as that
+    probe tells it. All probes then make as many steps. So products go where the error
+    is, and `stats["num_steps"]` says how many steps that were.
+
+    One compiled program serves all numbers of steps up to `max_steps`. It has room for so
+    many, and its small factorisations are of that size: each costs `max_steps**3`
+    operations for each probe.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 500)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(500)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        steps = tx.AdaptiveSteps(max_steps=100)
+        solution = tx.logdet(operator, k=20, num_steps=steps, key=jax.random.key(0))
+        print(solution.value, "+-", solution.std_err, solution.stats["num_steps"])
+        ```
+
+    **Attributes:**
+
+    - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
+        If the bracket is still too wide for the tolerance of an adaptive budget after so
+        many, the call ends as `RESULTS.max_steps_reached`.
+    - `share`: of the error that is aimed at, a real number.
+    """
+
+    max_steps: int = eqx.field(static=True, default=64)
+    share: Scalar | float = 0.1
+
+    def __init__(self, max_steps: int = 64, share: Scalar | float = 0.1):
+        """**Arguments:**
+
+        - `max_steps`: default is 64.
+        - `share`: default is 0.1.
+
+        **Raises:**
+
+        `TypeError` or `ValueError` for a `max_steps` that is not a Python integer of 1 or
+        more, and a `share` that is not positive.
+        """
+        self.max_steps = check_positive("max_steps", max_steps)
+        if isinstance(share, int | float) and not share > 0:
+            raise ValueError(f"`share` must be positive. Found {share!r}.")
+        self.share = share
+
+
+def check_steps(num_steps: Any, n: int) -> int | AdaptiveSteps:
+    """A number of steps, a number or adaptive, that is at most n."""
+    if isinstance(num_steps, AdaptiveSteps):
+        return AdaptiveSteps(min(num_steps.max_steps, n), num_steps.share)
+    return min(check_positive("num_steps", num_steps), n)
+
+
+def choose_steps(
+    adaptive: AdaptiveSteps,
+    krylov: AbstractKrylovMethod,
+    operator: FlatOperator,
+    probe: Inexact[Array, " n"],
+    function: AbstractSpectralFunction,
+    lower_bound: Real[Array, ""] | float | None,
+    excess: Callable[[QuadraticForm], Real[Array, ""]],
+    execution: AbstractExecution,
+) -> Int[Array, ""]:
+    """How many steps this probe takes until `excess`, half of its bracket over the error
+    that is aimed at, is small enough. Looks after 4 steps, and whenever there are a third
+    more."""
+    most = adaptive.max_steps
+    arrays, static = eqx.partition((function, lower_bound), eqx.is_array)
+    constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
+
+    def run(flat, probe):
+        def unfinished(carry) -> Bool[Array, ""]:
+            _, made, enough = carry
+            return ~enough & (made < most)
+
+        def look(carry):
+            state, made, _ = carry
+            following = jnp.minimum(made + jnp.maximum(4, made // 3), most)
+            state = krylov.advance(flat, state, made, following)
+            form = krylov.read(flat, state, following, *constants)
+            return state, following, excess(form) <= adaptive.share
+
+        state = krylov.start(flat, probe, most)
+        carry = state, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+        return jax.lax.while_loop(unfinished, look, carry)[1]
+
+    frozen = operator.frozen
+    return execution.map(run, frozen, jax.lax.stop_gradient(probe)[None], most)[0]
