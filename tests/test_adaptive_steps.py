@@ -1,0 +1,195 @@
+"""Steps of the Krylov method that the data choose."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian
+
+
+N, K, KEY = 64, 10, jr.key(0)
+PSD = lx.positive_semidefinite_tag
+SPECTRA = {
+    "condition 4": np.linspace(1.0, 4.0, N),
+    "condition 1e3": np.geomspace(1.0, 1e3, N),
+    "two clusters": np.repeat([1.0, 100.0], N // 2),
+    "decaying": 1e-2 + 0.8 ** np.arange(1, N + 1),
+}
+
+
+@eqx.filter_jit
+def log_det(matrix, key, num_steps, *, k=K, tags=PSD, dtype=None, execution=tx.Local()):
+    operator = lx.MatrixLinearOperator(matrix.astype(dtype or matrix.dtype), tags)
+    settings = {"k": k, "num_steps": num_steps, "execution": execution}
+    return tx.logdet(operator, key=key, throw=False, **settings)
+
+
+@eqx.filter_jit
+def trace_of(matrix, key, num_steps, function):
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    settings = {"k": K, "num_steps": num_steps, "key": key, "throw": False}
+    return tx.trace_of_function(operator, function, **settings)
+
+
+@pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "GolubKahan"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_half_the_bracket_is_a_share_of_the_error(name, tags):
+    """And a quarter less steps would not have been enough, beyond the least number."""
+    matrix = hermitian(0, SPECTRA[name])
+    solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=64), tags=tags)
+    steps, per_step = int(solution.stats["num_steps"]), 1 if tags else 2
+    assert solution.stats["num_matvecs"] == (K + 1) * steps * per_step
+    assert solution.result == tx.RESULTS.successful
+
+    def half(num_steps):
+        with_fewer = log_det(matrix, KEY, num_steps, tags=tags)
+        # The decision is made by the first probe.
+        low, high = with_fewer.stats["sample_brackets"][0]
+        return (high - low) / 2
+
+    # The error that the first probe expects is within a factor of the one that came out.
+    assert half(steps) <= 0.1 * 3 * solution.std_err
+    if steps > 4:
+        assert half(steps - max(4, steps // 4)) > 0.1 / 3 * solution.std_err
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("window", [None, 0])
+def test_value_is_that_of_as_many_steps(dtype, window):
+    matrix = hermitian(1, SPECTRA["condition 1e3"], dtype)
+    estimator = tx.SLQEstimator(krylov=tx.Lanczos(window=window))
+
+    def value(scale, num_steps):
+        settings = {"k": 4, "num_steps": num_steps, "key": KEY, "throw": False}
+        operator = lx.MatrixLinearOperator(scale * matrix, PSD)
+        solution = tx.logdet(operator, estimator, **settings)
+        return solution.value, solution.stats
+
+    slope = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)
+    adaptive = tx.AdaptiveSteps(max_steps=40)
+    (found, stats), found_slope = slope(1.5, adaptive)
+    (exact, _), exact_slope = slope(1.5, int(stats["num_steps"]))
+    # Without reorthogonalisation rounding errors are amplified.
+    rtol = 1e-4 if dtype == np.float32 else 1e-9 if window is None else 1e-5
+    assert 4 < stats["num_steps"] < 40
+    assert np.isclose(found, exact, rtol=rtol)
+    assert np.isclose(found_slope, exact_slope, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    "function", [tx.Inverse(), tx.Power(0.5), tx.Exp(-0.1), jnp.tanh], ids=repr
+)
+def test_functions(function):
+    """Within four standard errors of the truth, with fewer steps than there could be."""
+    spectrum = SPECTRA["condition 4"]
+    solution = trace_of(hermitian(2, spectrum), KEY, tx.AdaptiveSteps(), function)
+    exact = np.sum(np.asarray(jax.vmap(function)(jnp.asarray(spectrum))))
+    assert solution.result == tx.RESULTS.successful
+    assert abs(solution.value - exact) < 4 * solution.std_err
+    assert solution.stats["num_steps"] <= 21
+
+
+def test_derivative_in_the_function():
+    matrix = hermitian(3, SPECTRA["condition 4"])
+
+    def value(scale, num_steps):
+        solution = trace_of(matrix, KEY, num_steps, tx.Exp(scale))
+        return solution.value, solution.stats
+
+    slope, stats = jax.grad(value, has_aux=True)(-0.5, tx.AdaptiveSteps())
+    exact, _ = jax.grad(value, has_aux=True)(-0.5, int(stats["num_steps"]))
+    assert np.isclose(slope, exact, rtol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+def test_multiples_of_the_identity_take_the_least(scale):
+    matrix = np.float32(scale) * np.eye(N, dtype=np.float32)
+    solution = trace_of(jnp.asarray(matrix), KEY, tx.AdaptiveSteps(), tx.Power(0.5))
+    assert solution.stats["num_steps"] == 4
+    assert np.isclose(solution.value, N * np.sqrt(scale), rtol=1e-5)
+
+
+def test_whole_call_reaches_the_tolerance():
+    """40 keys, all within the tolerance but two: at 95% more than 6 would be outside of
+    it in one of 300 runs."""
+    spectrum = SPECTRA["condition 1e3"]
+    matrix, k = hermitian(4, spectrum), tx.Adaptive(rtol=0.05, max_k=60)
+
+    @jax.jit
+    def over(keys):
+        def one(key):
+            solution = log_det(matrix, key, tx.AdaptiveSteps(), k=k)
+            return solution.value, solution.result == tx.RESULTS.successful
+
+        return jax.lax.map(one, keys)
+
+    values, successful = over(jr.split(KEY, 40))
+    exact = np.sum(np.log(spectrum))
+    assert np.all(successful)
+    assert np.sum(np.abs(values / exact - 1) > 0.05) <= 6
+
+
+def test_too_few_steps_for_the_tolerance_are_told():
+    matrix, k = hermitian(5, SPECTRA["condition 1e3"]), tx.Adaptive(rtol=0.02, max_k=60)
+    solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=3), k=k)
+    assert solution.stats["num_steps"] == 3
+    assert solution.result == tx.RESULTS.max_steps_reached
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_on_meshes(size):
+    matrix = hermitian(6, SPECTRA["condition 1e3"])
+    mesh = jax.make_mesh((size,), ("probes",), devices=jax.devices()[:size])
+    one, other = (
+        log_det(matrix, KEY, tx.AdaptiveSteps(), execution=execution)
+        for execution in (tx.Local(), tx.Sharded(mesh))
+    )
+    assert one.stats["num_steps"] == other.stats["num_steps"]
+    assert np.isclose(one.value, other.value, rtol=1e-12)
+
+
+def test_vmap_over_operators():
+    """Each takes what it needs."""
+    matrices = np.stack([hermitian(7, SPECTRA[name]) for name in SPECTRA])
+    steps = tx.AdaptiveSteps(max_steps=64)
+    together = jax.vmap(lambda matrix: log_det(matrix, KEY, steps))(matrices)
+    for i, matrix in enumerate(matrices):
+        alone = log_det(matrix, KEY, steps)
+        assert together.stats["num_steps"][i] == alone.stats["num_steps"]
+        assert np.isclose(together.value[i], alone.value, rtol=1e-9)
+
+
+def test_more_than_n_and_a_single_probe():
+    matrix = hermitian(8, SPECTRA["condition 1e3"])
+    solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=1000), k=1)
+    assert solution.stats["num_steps"] <= N
+    assert np.isinf(solution.std_err)
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "message"),
+    [
+        (lambda: tx.AdaptiveSteps(max_steps=0), ValueError, "`max_steps` must be at"),
+        (lambda: tx.AdaptiveSteps(max_steps=2.0), TypeError, "`max_steps` must be an"),
+        (lambda: tx.AdaptiveSteps(share=0), ValueError, "`share` must be positive"),
+        (
+            lambda: tx.logdet(
+                lx.MatrixLinearOperator(jnp.eye(N), PSD),
+                tx.KrylovAwareEstimator(),
+                k=8,
+                key=KEY,
+            ),
+            ValueError,
+            "`KrylovAwareEstimator` needs a fixed number of steps",
+        ),
+    ],
+)
+def test_misuse(call, exception, message):
+    with pytest.raises(exception, match=message):
+        call()
