@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from ._quantiles import student_quantile
 
@@ -255,7 +255,7 @@ class Solution(eqx.Module):
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
     def interval(
-        self, confidence: Real[Array, ""] | float = 0.95
+        self, confidence: Scalar | float = 0.95
     ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
@@ -292,23 +292,13 @@ class Solution(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if `confidence` is not between 0 and 1; where it is traced, an
-        `equinox` run-time error.
+        `TypeError` for a `confidence` that is no number, `ValueError` for one that is not
+        between 0 and 1, or an `equinox` run-time error where it is traced.
         """
+        probability = confidence
         if not isinstance(confidence, Tracer):
-            if not isinstance(confidence, int | float | np.ndarray | np.generic | Array):
-                raise TypeError(
-                    "`confidence` must be a number between 0 and 1. Found an object of "
-                    f"type {type(confidence).__name__}."
-                )
-            if np.ndim(confidence) != 0 or not 0 < confidence < 1:
-                raise ValueError(
-                    f"`confidence` must be between 0 and 1. Found {confidence!r}. Pass, "
-                    "for example, 0.95."
-                )
-            dtype = jax.dtypes.canonicalize_dtype(float)
-            confidence = jax.device_put(np.asarray(confidence, dtype))
-        return jax.lax.stop_gradient(_interval(self, confidence))
+            probability = _checked(confidence)
+        return jax.lax.stop_gradient(_interval(self, probability))
 
     @property
     def details(self) -> str:
@@ -324,8 +314,23 @@ class Solution(eqx.Module):
         return ""
 
 
+def _checked(confidence: Any) -> Array:
+    if not eqx.is_array_like(confidence) or isinstance(confidence, bool | complex):
+        raise TypeError(
+            "`confidence` must be a number between 0 and 1. Found "
+            f"{confidence!r} of type {type(confidence).__name__}. Pass, for example, 0.95."
+        )
+    if np.ndim(confidence) != 0 or not 0 < confidence < 1:
+        raise ValueError(
+            f"`confidence` must be between 0 and 1. Found {confidence!r}. Pass, for "
+            "example, 0.95."
+        )
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return jax.device_put(np.asarray(confidence, dtype))
+
+
 @eqx.filter_jit
-def _interval(solution: Solution, confidence: Real[Array, ""]) -> tuple[PyTree, PyTree]:
+def _interval(solution: Solution, confidence: Array) -> tuple[PyTree, PyTree]:
     inside = (confidence > 0) & (confidence < 1)
     message = "`confidence` must be between 0 and 1."
     confidence = eqx.error_if(confidence, ~inside, message)
