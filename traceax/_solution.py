@@ -1,3 +1,4 @@
+import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -295,10 +296,10 @@ class Solution(eqx.Module):
         `TypeError` for a `confidence` that is no number, `ValueError` for one that is not
         between 0 and 1, or an `equinox` run-time error where it is traced.
         """
-        probability = confidence
-        if not isinstance(confidence, Tracer):
-            probability = _checked(confidence)
-        return jax.lax.stop_gradient(_interval(self, probability))
+        names = ("bounds", "samples", "num_samples")
+        known = {name: self.stats[name] for name in names if name in self.stats}
+        answer = jax.lax.stop_gradient((self.value, self.std_err, known))
+        return _interval(*answer, _checked(confidence))
 
     @property
     def details(self) -> str:
@@ -315,47 +316,40 @@ class Solution(eqx.Module):
 
 
 def _checked(confidence: Any) -> Array:
+    fix = "Pass, for example, 0.95."
+    if isinstance(confidence, Tracer):
+        inside = (confidence > 0) & (confidence < 1)
+        return eqx.error_if(confidence, ~inside, "`confidence` must be between 0 and 1.")
     if not eqx.is_array_like(confidence) or isinstance(confidence, bool | complex):
         raise TypeError(
-            "`confidence` must be a number between 0 and 1. Found "
-            f"{confidence!r} of type {type(confidence).__name__}. Pass, for example, 0.95."
+            f"`confidence` must be a number between 0 and 1. Found {confidence!r} of "
+            f"type {type(confidence).__name__}. {fix}"
         )
     if np.ndim(confidence) != 0 or not 0 < confidence < 1:
         raise ValueError(
-            f"`confidence` must be between 0 and 1. Found {confidence!r}. Pass, for "
-            "example, 0.95."
+            f"`confidence` must be between 0 and 1. Found {confidence!r}. {fix}"
         )
     dtype = jax.dtypes.canonicalize_dtype(float)
     return jax.device_put(np.asarray(confidence, dtype))
 
 
 @eqx.filter_jit
-def _interval(solution: Solution, confidence: Array) -> tuple[PyTree, PyTree]:
-    inside = (confidence > 0) & (confidence < 1)
-    message = "`confidence` must be between 0 and 1."
-    confidence = eqx.error_if(confidence, ~inside, message)
-    stats = solution.stats
-    # `DynamicTrace` has a bar of its own, which is not that of a number of samples.
-    count = jnp.asarray(stats.get("num_samples", jnp.inf))
-    if "samples" in stats:
-        count = jnp.sum(jnp.isfinite(stats["samples"]))
+def _interval(
+    value: PyTree[Array], std_err: PyTree[Array], known: dict[str, Any], confidence: Array
+) -> tuple[PyTree[Array], PyTree[Array]]:
+    # The bar of `DynamicTrace` is not that of a number of samples.
+    count = jnp.asarray(known.get("num_samples", jnp.inf))
+    if "samples" in known:
+        count = jnp.sum(jnp.isfinite(known["samples"]))
     quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
 
-    def ends(value, std_err, bounds):
-        low, high = value, value
-        low_std_err = high_std_err = std_err
+    def end(side, value, std_err, bounds=None):
         if bounds is not None:
-            (low, low_std_err), (high, high_std_err) = bounds
-            low, high = jnp.minimum(low, value), jnp.maximum(high, value)
+            bound, std_err = bounds[0] if side < 0 else bounds[1]
+            value = jnp.where(side * (bound - value) > 0, bound, value)
         unit = 1 + 1j if jnp.iscomplexobj(value) else 1
-        beyond = unit * quantile.astype(std_err.dtype)
-        return low - beyond * low_std_err, high + beyond * high_std_err
+        return value + side * unit * quantile.astype(std_err.dtype) * std_err
 
-    values, treedef = jax.tree.flatten(solution.value)
-    std_errs = jax.tree.leaves(solution.std_err)
-    bounds = jax.tree.leaves(
-        stats.get("bounds", [None] * len(values)), is_leaf=lambda x: x is None
-    )
-    pairs = [ends(*leaves) for leaves in zip(values, std_errs, bounds, strict=True)]
-    low, high = zip(*pairs, strict=True)
-    return treedef.unflatten(low), treedef.unflatten(high)
+    leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
+    low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
+    return low, high
