@@ -58,13 +58,13 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     return jnp.block([[matrix, border.conj().T], [border, corner]])
 
 
-def shorter(compression: Compression) -> Inexact[Array, "p p"]:
-    """T of one step less. In place of that is a node without weight, inside of the
-    spectrum."""
-    matrix = compression.matrix
-    p, b = len(matrix), len(compression.coupling)
-    fill = matrix[0, 0] * jnp.eye(b, dtype=matrix.dtype)
-    return matrix.at[p - b :].set(0).at[:, p - b :].set(0).at[p - b :, p - b :].set(fill)
+def shorter(compression: Compression) -> Inexact[Array, "q q"]:
+    """T of one step less, and of the size that `radau` gives: what is more are nodes
+    without weight, inside of the spectrum."""
+    matrix, b = compression.matrix, len(compression.coupling)
+    kept = len(matrix) - b
+    filling = jnp.where(jnp.arange(kept + 2 * b) < kept, 0, matrix[0, 0])
+    return jnp.pad(matrix[:kept, :kept], (0, 2 * b)) + jnp.diag(filling)
 
 
 def apply_to_first(
