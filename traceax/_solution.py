@@ -1,3 +1,4 @@
+import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from ._quantiles import student_quantile
 
@@ -255,7 +256,7 @@ class Solution(eqx.Module):
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
     def interval(
-        self, confidence: Real[Array, ""] | float = 0.95
+        self, confidence: Scalar | float = 0.95
     ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
@@ -292,23 +293,13 @@ class Solution(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if `confidence` is not between 0 and 1; where it is traced, an
-        `equinox` run-time error.
+        `TypeError` for a `confidence` that is no number, `ValueError` for one that is not
+        between 0 and 1, or an `equinox` run-time error where it is traced.
         """
-        if not isinstance(confidence, Tracer):
-            if not isinstance(confidence, int | float | np.ndarray | np.generic | Array):
-                raise TypeError(
-                    "`confidence` must be a number between 0 and 1. Found an object of "
-                    f"type {type(confidence).__name__}."
-                )
-            if np.ndim(confidence) != 0 or not 0 < confidence < 1:
-                raise ValueError(
-                    f"`confidence` must be between 0 and 1. Found {confidence!r}. Pass, "
-                    "for example, 0.95."
-                )
-            dtype = jax.dtypes.canonicalize_dtype(float)
-            confidence = jax.device_put(np.asarray(confidence, dtype))
-        return jax.lax.stop_gradient(_interval(self, confidence))
+        names = ("bounds", "samples", "num_samples")
+        known = {name: self.stats[name] for name in names if name in self.stats}
+        answer = jax.lax.stop_gradient((self.value, self.std_err, known))
+        return _interval(*answer, _checked(confidence))
 
     @property
     def details(self) -> str:
@@ -324,33 +315,41 @@ class Solution(eqx.Module):
         return ""
 
 
+def _checked(confidence: Any) -> Array:
+    fix = "Pass, for example, 0.95."
+    if isinstance(confidence, Tracer):
+        inside = (confidence > 0) & (confidence < 1)
+        return eqx.error_if(confidence, ~inside, "`confidence` must be between 0 and 1.")
+    if not eqx.is_array_like(confidence) or isinstance(confidence, bool | complex):
+        raise TypeError(
+            f"`confidence` must be a number between 0 and 1. Found {confidence!r} of "
+            f"type {type(confidence).__name__}. {fix}"
+        )
+    if np.ndim(confidence) != 0 or not 0 < confidence < 1:
+        raise ValueError(
+            f"`confidence` must be between 0 and 1. Found {confidence!r}. {fix}"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return jax.device_put(np.asarray(confidence, dtype))
+
+
 @eqx.filter_jit
-def _interval(solution: Solution, confidence: Real[Array, ""]) -> tuple[PyTree, PyTree]:
-    inside = (confidence > 0) & (confidence < 1)
-    message = "`confidence` must be between 0 and 1."
-    confidence = eqx.error_if(confidence, ~inside, message)
-    stats = solution.stats
-    # `DynamicTrace` has a bar of its own, which is not that of a number of samples.
-    count = jnp.asarray(stats.get("num_samples", jnp.inf))
-    if "samples" in stats:
-        count = jnp.sum(jnp.isfinite(stats["samples"]))
+def _interval(
+    value: PyTree[Array], std_err: PyTree[Array], known: dict[str, Any], confidence: Array
+) -> tuple[PyTree[Array], PyTree[Array]]:
+    # The bar of `DynamicTrace` is not that of a number of samples.
+    count = jnp.asarray(known.get("num_samples", jnp.inf))
+    if "samples" in known:
+        count = jnp.sum(jnp.isfinite(known["samples"]))
     quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
 
-    def ends(value, std_err, bounds):
-        low, high = value, value
-        low_std_err = high_std_err = std_err
+    def end(side, value, std_err, bounds=None):
         if bounds is not None:
-            (low, low_std_err), (high, high_std_err) = bounds
-            low, high = jnp.minimum(low, value), jnp.maximum(high, value)
+            bound, std_err = bounds[0] if side < 0 else bounds[1]
+            value = jnp.where(side * (bound - value) > 0, bound, value)
         unit = 1 + 1j if jnp.iscomplexobj(value) else 1
-        beyond = unit * quantile.astype(std_err.dtype)
-        return low - beyond * low_std_err, high + beyond * high_std_err
+        return value + side * unit * quantile.astype(std_err.dtype) * std_err
 
-    values, treedef = jax.tree.flatten(solution.value)
-    std_errs = jax.tree.leaves(solution.std_err)
-    bounds = jax.tree.leaves(
-        stats.get("bounds", [None] * len(values)), is_leaf=lambda x: x is None
-    )
-    pairs = [ends(*leaves) for leaves in zip(values, std_errs, bounds, strict=True)]
-    low, high = zip(*pairs, strict=True)
-    return treedef.unflatten(low), treedef.unflatten(high)
+    leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
+    low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
+    return low, high

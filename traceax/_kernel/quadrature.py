@@ -56,13 +56,15 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     return jnp.block([[matrix, border.conj().T], [border, corner]])
 
 
-def shorter(compression: Compression) -> Inexact[Array, "p p"]:
-    """T of one step less. In place of that is a node without weight, inside of the
-    spectrum."""
-    matrix = compression.matrix
-    left_out = jnp.any(compression.border != 0, axis=0)
+def shorter(compression: Compression) -> Inexact[Array, "q q"]:
+    """T of one step less, and of the size that `radau` gives: what is more are nodes
+    without weight, inside of the spectrum."""
+    matrix, border = compression.matrix, compression.border
+    left_out = jnp.any(border != 0, axis=0)
     kept = jnp.where(left_out[:, None] | left_out, 0, matrix)
-    return kept + jnp.diag(jnp.where(left_out, matrix[0, 0], 0))
+    left_out = jnp.append(left_out, jnp.ones(len(border), bool))
+    filling = jnp.where(left_out, matrix[0, 0], 0)
+    return jnp.pad(kept, (0, len(border))) + jnp.diag(filling)
 
 
 def apply_to_first(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
@@ -168,16 +169,16 @@ def bracket_of(
         return function(jnp.maximum(nodes, lower) if in_domain else nodes)
 
     in_domain = function.semidefinite_domain
-    with_lower = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
-    other = integral(with_lower, radau(compression, lower), measured)
+    below = radau(compression, lower)
     if function.bracketed:
+        exactly = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
+        other = integral(exactly, below, measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     rest = jnp.linalg.norm(compression.border)
-    upper = jnp.max(compression.nodes) + rest
-    others = [other, integral(values, -radau(-compression, -upper), measured)]
-    if len(compression.matrix) > len(compression.border):
-        others.append(integral(values, shorter(compression), measured))
-    differences = jnp.abs(jnp.stack(others) - value)
+    above = -radau(-compression, -jnp.max(compression.nodes) - rest)
+    rules = jnp.stack([below, above, shorter(compression)])
+    others = jax.lax.map(lambda rule: integral(values, rule, measured), rules)
+    differences = jnp.abs(others - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
     # Not infinite, so that moments of such errors are defined.
     most = jnp.finfo(value.dtype).max ** 0.75
