@@ -1,9 +1,11 @@
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, Inexact
 
+from .._checks import plain_integer
 from .._gradient import AbstractFrame, FirstOrderFrame, SolvedFrame
 from .functions import AbstractSpectralFunction
 
@@ -15,6 +17,8 @@ class AbstractFunctionGradient(eqx.Module):
     !!! Example
 
         ```python
+        from typing import ClassVar
+
         import jax
         import jax.numpy as jnp
         import lineax as lx
@@ -23,12 +27,13 @@ class AbstractFunctionGradient(eqx.Module):
         class SolvesIfPossible(tx.AbstractFunctionGradient):
             # By solves where the derivative is a power, else from the Lanczos run.
             solver: lx.AbstractLinearSolver
+            columns: ClassVar[int] = 6
 
-            def frame(self, function, approximation, right):
+            def frame(self, function, left, right, probes):
                 chosen = tx.SolveGradient(self.solver)
                 if function.derivative_by_solves is None:
                     chosen = tx.LanczosGradient()
-                return chosen.frame(function, approximation, right)
+                return chosen.frame(function, left, right, probes)
 
         def trace_of_exp(scale):
             operator = lx.MatrixLinearOperator(scale * jnp.eye(100), lx.symmetric_tag)
@@ -40,24 +45,30 @@ class AbstractFunctionGradient(eqx.Module):
 
         print(f"{jax.jit(jax.grad(trace_of_exp))(2.0):.1f}")  # 738.9
         ```
+
+    **Attributes:**
+
+    - `columns`: how many pairs of vectors the Lanczos run of a probe is asked for.
     """
+
+    columns: eqx.AbstractVar[int]
 
     @abc.abstractmethod
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "m p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
         """The frame from which a derivative is made.
 
         **Arguments:**
 
         - `function`: f.
-        - `approximation`: what Lanczos says is $f'(A) R$, shape `(n, p)`; for a function
-            of singular values, with $A = U S V^*$, what Golub-Kahan says is $U f'(S) V^*
-            R$, shape `(m, p)`.
-        - `right`: R, the probes, shape `(n, p)`.
+        - `left`, `right`: L and R of shape `(n, p)`, so made from Lanczos runs that
+            $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ is about the derivative of the estimate.
+        - `probes`: Z of shape `(n, q)`, with $E[\\mathrm{tr}(Z^* B Z)] = \\mathrm{tr}(B)$.
 
         **Returns:**
 
@@ -67,12 +78,13 @@ class AbstractFunctionGradient(eqx.Module):
 
 
 class LanczosGradient(AbstractFunctionGradient):
-    """$f'(A) z$ from the Lanczos run that made the value: no further product with $A$
-    beyond those of the derivative itself.
+    """The derivative of $z^* f(A) z$ from the Lanczos run that made the value: no further
+    product with $A$ beyond those of the derivative itself.
 
-    Its bias is the error of that approximation: for a log-determinant, of a solve by as
-    many conjugate gradient steps. `stats["gradient_residual"]` has the relative
-    residuals. It has no second derivative: asking for one raises an error.
+    That is $\\langle dA, X \\rangle$ with a matrix X of low rank in the Krylov space, of which
+    the `columns` largest parts are kept: two vectors of length n for each. Its bias is
+    what the Krylov space and the columns leave out: `stats["gradient_residual"]` has the
+    relative residuals. It has no second derivative: asking for one raises an error.
 
     !!! Example
 
@@ -93,15 +105,38 @@ class LanczosGradient(AbstractFunctionGradient):
 
         print(f"{jax.jit(jax.grad(logdet))(2.0):.2f}")  # 50.00
         ```
+
+    **Attributes:**
+
+    - `columns`: how many products the derivative costs for each probe.
     """
+
+    columns: int = eqx.field(static=True, default=6, converter=plain_integer)
+
+    def __check_init__(self):
+        if type(self.columns) is not int or self.columns < 1:
+            raise ValueError(
+                f"`columns` must be a positive Python integer. Found {self.columns!r}."
+            )
 
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "m p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
-        return FirstOrderFrame(approximation, right)
+        return FirstOrderFrame(left, right)
+
+
+LanczosGradient.__init__.__doc__ = """**Arguments:**
+
+- `columns`: default is 6.
+
+**Raises:**
+
+`ValueError` if it is not a positive integer.
+"""
 
 
 class SolveGradient(AbstractFunctionGradient):
@@ -137,6 +172,7 @@ class SolveGradient(AbstractFunctionGradient):
     """
 
     solver: lx.AbstractLinearSolver
+    columns: ClassVar[int] = 1
 
     def __check_init__(self):
         if not isinstance(self.solver, lx.AbstractLinearSolver):
@@ -149,8 +185,9 @@ class SolveGradient(AbstractFunctionGradient):
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "n p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
         power = function.derivative_by_solves
         if power is None:
@@ -164,7 +201,7 @@ class SolveGradient(AbstractFunctionGradient):
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values
-        return SolvedFrame(right, self.solver, coefficient, num_solves, hermitian)
+        return SolvedFrame(probes, self.solver, coefficient, num_solves, hermitian)
 
 
 SolveGradient.__init__.__doc__ = """**Arguments:**

@@ -8,9 +8,10 @@ from jaxtyping import Array, Inexact, Real
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
 from .._kernel.dense import svd
+from .._kernel.frechet import divided_differences, low_rank_derivative
 from .._kernel.golub_kahan import golub_kahan
-from .._kernel.lanczos import lanczos, unit
-from .._kernel.quadrature import apply_to_first, radau, ritz
+from .._kernel.lanczos import lanczos
+from .._kernel.quadrature import radau, ritz
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
     QuadraticForm,
@@ -42,9 +43,9 @@ class AbstractKrylovMethod(eqx.Module):
             def fits(self, operator, function):
                 return tx.Lanczos().fits(operator, function)
 
-            def form(self, operator, probe, function, num_steps, lower_bound):
+            def form(self, operator, probe, function, num_steps, *settings):
                 steps = min(num_steps, 3)
-                return tx.Lanczos().form(operator, probe, function, steps, lower_bound)
+                return tx.Lanczos().form(operator, probe, function, steps, *settings)
 
         operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
         estimator = tx.SLQEstimator(krylov=Shallow())
@@ -84,6 +85,7 @@ class AbstractKrylovMethod(eqx.Module):
         function: AbstractSpectralFunction,
         num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         """One quadratic form.
 
@@ -95,6 +97,7 @@ class AbstractKrylovMethod(eqx.Module):
         - `num_steps`: the dimension of the Krylov space.
         - `lower_bound`: a number not above the smallest eigenvalue, or singular value for
             a function of those; `None` if none is known.
+        - `columns`: how many rows `left` and `right` may have.
 
         **Returns:**
 
@@ -146,6 +149,7 @@ class Lanczos(AbstractKrylovMethod):
         function: AbstractSpectralFunction,
         num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         eps = operator.eps
         run = lanczos(operator.mv, probe, num_steps, window=self.window, eps=eps)
@@ -171,14 +175,15 @@ class Lanczos(AbstractKrylovMethod):
             other = square * jnp.sum(weights[0] ** 2 * values)
             bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
-        slopes = slopes_at(function, nodes, eps)
-        slope = apply_to_first(nodes, vectors, slopes)
-        _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
-        residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
-        gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
+        values, slopes = (at(function, nodes, eps) for at in (values_at, slopes_at))
+        differences = divided_differences(nodes, values, slopes)
+        coefficients = vectors[0][:, None] * differences * vectors[0]
+        tail = run.beta[-1] * vectors[-1]
+        left, right, residual = low_rank_derivative(coefficients, nodes, tail, columns)
         return QuadraticForm(
             value=value,
-            gradient=gradient,
+            left=run.norm * _combine(left, vectors.T, run.basis),
+            right=run.norm * _combine(right, vectors.T, run.basis),
             residual=residual,
             bracket=bracket,
             rounding=jnp.abs(again - value),
@@ -228,6 +233,7 @@ class GolubKahan(AbstractKrylovMethod):
         function: AbstractSpectralFunction,
         num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         eps, products = operator.eps, (operator.mv, operator.adjoint_mv)
         run = golub_kahan(*products, probe, num_steps, window=self.window, eps=eps)
@@ -255,19 +261,33 @@ class GolubKahan(AbstractKrylovMethod):
             other = square * jnp.sum(vectors[0] ** 2 * function(others * unit_of))
             bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
-        slopes = subgradients_at(function, s, eps)
-        slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
-        _, size = unit(vh[:, 0] * slopes * s)
-        residual = run.above[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
-        gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
+        # That of `f(sqrt x)` at A* A, in the direction dA* A + A* dA, with A V = U B.
+        values, slopes = (at(function, s, eps) for at in (values_at, subgradients_at))
+        total = s[:, None] + s
+        share = jnp.where(total > 0, 2 * s[:, None] / jnp.where(total > 0, total, 1), 1)
+        differences = share * divided_differences(s, values, slopes)
+        coefficients = vh[:, :1] * differences * vh[:, 0]
+        tail = run.above[-1] * u[-1]
+        left, right, residual = low_rank_derivative(coefficients, s, tail, columns)
         return QuadraticForm(
             value=value,
-            gradient=gradient,
+            left=run.norm * _combine(left, u.T, run.left),
+            right=run.norm * _combine(right, vh, run.right),
             residual=residual,
             bracket=bracket,
             rounding=jnp.abs(again - value),
             extremes=s[jnp.array([-1, 0])],
         )
+
+
+def _combine(
+    coefficients: Real[Array, "s r"],
+    vectors: Real[Array, "s s"],
+    basis: Inexact[Array, "s n"],
+) -> Inexact[Array, "r n"]:
+    """Combinations of Ritz vectors, whose coordinates in the basis are rows."""
+    weights = jnp.matmul(coefficients.T, vectors, precision="highest")
+    return jnp.matmul(weights, basis, precision="highest")
 
 
 Lanczos.__init__.__doc__ = GolubKahan.__init__.__doc__ = """**Arguments:**

@@ -16,10 +16,10 @@ class QuadraticForm(eqx.Module):
     """What one probe z tells of a function of A.
 
     - `value`: the Gauss rule for `z* f(A) z`.
-    - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean;
-        for a function of singular values `U f'(S) V* z`.
-    - `residual`: of `A gradient` (for singular values `A* gradient`) relative to what it
-        should be; for the logarithm that of the solve `A x = z`.
+    - `left`, `right`: rows L_j and R_j with `sum_j Re(L_j* dA R_j)` the derivative of the
+        form in a direction dA, or in the mean over z that of its mean.
+    - `residual`: what the Krylov space, and what so few rows, leave out of that, relative
+        to its size.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
@@ -27,7 +27,8 @@ class QuadraticForm(eqx.Module):
     """
 
     value: Real[Array, ""]
-    gradient: Inexact[Array, " m"]
+    left: Inexact[Array, "r m"]
+    right: Inexact[Array, "r n"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
     rounding: Real[Array, ""]

@@ -117,9 +117,9 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         def body(flat, index):
             probe = draw(flat, index[None])
-            settings = function, num_steps, self.lower_bound
+            settings = function, num_steps, self.lower_bound, gradient.columns
             one = krylov.form(flat.frozen, probe[:, 0], *settings)
-            frame = gradient.frame(function, one.gradient[:, None], probe)
+            frame = gradient.frame(function, one.left.T, one.right.T, probe)
             value = attach(flat, one.value, frame, execution=Local())
             errors = jnp.append(one.bracket, one.rounding)
             return value, (errors, one.extremes, one.residual)
