@@ -27,7 +27,7 @@ class AbstractFunctionGradient(eqx.Module):
         class SolvesIfPossible(tx.AbstractFunctionGradient):
             # By solves where the derivative is a power, else from the Lanczos run.
             solver: lx.AbstractLinearSolver
-            columns: ClassVar[int] = 6
+            columns: ClassVar[int] = 4
 
             def frame(self, function, left, right, probes):
                 chosen = tx.SolveGradient(self.solver)
@@ -111,7 +111,7 @@ class LanczosGradient(AbstractFunctionGradient):
     - `columns`: how many products the derivative costs for each probe.
     """
 
-    columns: int = eqx.field(static=True, default=6, converter=plain_integer)
+    columns: int = eqx.field(static=True, default=4, converter=plain_integer)
 
     def __check_init__(self):
         if type(self.columns) is not int or self.columns < 1:
@@ -131,7 +131,7 @@ class LanczosGradient(AbstractFunctionGradient):
 
 LanczosGradient.__init__.__doc__ = """**Arguments:**
 
-- `columns`: default is 6.
+- `columns`: default is 4.
 
 **Raises:**
 

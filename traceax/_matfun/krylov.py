@@ -8,10 +8,10 @@ from jaxtyping import Array, Inexact, Real
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
 from .._kernel.dense import svd
-from .._kernel.frechet import divided_differences, low_rank_derivative
+from .._kernel.frechet import divided_differences, few_pairs
 from .._kernel.golub_kahan import golub_kahan
-from .._kernel.lanczos import lanczos
-from .._kernel.quadrature import radau, ritz
+from .._kernel.lanczos import lanczos, unit
+from .._kernel.quadrature import apply_to_first, radau, ritz
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
     QuadraticForm,
@@ -176,10 +176,11 @@ class Lanczos(AbstractKrylovMethod):
             bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
         values, slopes = (at(function, nodes, eps) for at in (values_at, slopes_at))
+        slope = apply_to_first(nodes, vectors, slopes)
+        _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
+        residual = run.beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
         differences = divided_differences(nodes, values, slopes)
-        coefficients = vectors[0][:, None] * differences * vectors[0]
-        tail = run.beta[-1] * vectors[-1]
-        left, right, residual = low_rank_derivative(coefficients, nodes, tail, columns)
+        left, right = few_pairs(differences, vectors[0], columns)
         return QuadraticForm(
             value=value,
             left=run.norm * _combine(left, vectors.T, run.basis),
@@ -261,14 +262,15 @@ class GolubKahan(AbstractKrylovMethod):
             other = square * jnp.sum(vectors[0] ** 2 * function(others * unit_of))
             bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
 
-        # That of `f(sqrt x)` at A* A, in the direction dA* A + A* dA, with A V = U B.
         values, slopes = (at(function, s, eps) for at in (values_at, subgradients_at))
+        slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
+        _, size = unit(vh[:, 0] * slopes * s)
+        residual = run.above[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+        # That of `f(sqrt x)` at A* A, in the direction dA* A + A* dA, with A V = U B.
         total = s[:, None] + s
         share = jnp.where(total > 0, 2 * s[:, None] / jnp.where(total > 0, total, 1), 1)
         differences = share * divided_differences(s, values, slopes)
-        coefficients = vh[:, :1] * differences * vh[:, 0]
-        tail = run.above[-1] * u[-1]
-        left, right, residual = low_rank_derivative(coefficients, s, tail, columns)
+        left, right = few_pairs(differences, vh[:, 0], columns)
         return QuadraticForm(
             value=value,
             left=run.norm * _combine(left, u.T, run.left),
@@ -281,12 +283,12 @@ class GolubKahan(AbstractKrylovMethod):
 
 
 def _combine(
-    coefficients: Real[Array, "s r"],
+    coefficients: Real[Array, "r s"],
     vectors: Real[Array, "s s"],
     basis: Inexact[Array, "s n"],
 ) -> Inexact[Array, "r n"]:
     """Combinations of Ritz vectors, whose coordinates in the basis are rows."""
-    weights = jnp.matmul(coefficients.T, vectors, precision="highest")
+    weights = jnp.matmul(coefficients, vectors, precision="highest")
     return jnp.matmul(weights, basis, precision="highest")
 
 

@@ -18,8 +18,8 @@ class QuadraticForm(eqx.Module):
     - `value`: the Gauss rule for `z* f(A) z`.
     - `left`, `right`: rows L_j and R_j with `sum_j Re(L_j* dA R_j)` the derivative of the
         form in a direction dA, or in the mean over z that of its mean.
-    - `residual`: what the Krylov space, and what so few rows, leave out of that, relative
-        to its size.
+    - `residual`: of `A f'(A) z` (for a function of singular values `A* U f'(S) V* z`),
+        relative to what it should be; for the logarithm that of the solve `A x = z`.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
