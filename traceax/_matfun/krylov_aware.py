@@ -150,8 +150,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         pairs = [weight * x.reshape(-1, n).T for x in (forms.left, forms.right)]
         left = jnp.concatenate([left, pairs[0]], axis=1)
         right = jnp.concatenate([basis, pairs[1]], axis=1)
-        probes = jnp.concatenate([basis, weight * rest], axis=1)
-        frame = gradient.frame(function, left, right, probes)
+        used = jnp.concatenate([basis, weight * rest], axis=1)
+        frame = gradient.frame(function, left, right, used)
         ends = nodes[None, jnp.array([0, -1])]
         extremes = jnp.where(length > 0, forms.extremes, ends)
         extremes = span(jnp.append(extremes, ends, axis=0))
@@ -169,7 +169,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 "gradient_residual": forms.residual,
                 "ritz_values": extremes,
             },
-            probes=lambda: right.shape[1] ** 0.5 * right,
+            probes=lambda: used.shape[1] ** 0.5 * used,
         )
 
 
