@@ -10,10 +10,11 @@ from jaxtyping import PRNGKeyArray
 from ._adaptive import Adaptive
 from ._checks import check_hermitian, check_instance, check_operator, check_positive
 from ._execution import AbstractExecution, Local
-from ._flat import flatten
+from ._flat import dtypes, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
+from ._matfun.callables import as_spectral_function
+from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
 from ._solution import Estimate, Solution
@@ -125,7 +126,7 @@ def trace_of_function(
     num_steps = check_positive("num_steps", num_steps)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    function = as_spectral_function(function)
+    function = as_spectral_function(function, dtypes(operator)[0])
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )
