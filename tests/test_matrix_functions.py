@@ -375,7 +375,9 @@ def test_gradient_by_solves_equals_that_by_lanczos(function):
     solver = lx.CG(1e-12, 1e-12)
     gradients = tx.SolveGradient(solver), tx.LanczosGradient(columns=1)
     gradients = *gradients, tx.LanczosGradient()
-    solved, one, four = (compiled(slope_in_matrix, matrix, function, x) for x in gradients)
+    solved, one, four = (
+        compiled(slope_in_matrix, matrix, function, x) for x in gradients
+    )
     assert np.allclose(one, solved, rtol=1e-6, atol=1e-6 * np.max(np.abs(one)))
     for direction in (np.eye(N), matrix, matrix @ matrix):
         exact, found = np.sum(solved * direction), np.sum(four * direction)

@@ -13,14 +13,15 @@ from jaxtyping import Array, Real
 def divided_differences(
     nodes: Real[Array, " s"], values: Real[Array, " s"], slopes: Real[Array, " s"]
 ) -> Real[Array, "s s"]:
-    """F, from f and f' at the nodes. Between close nodes it is the mean of the slopes;
-    "close" balances the error of that against cancellation: for logarithms, powers and
-    exponentials on wide spectra no entry had a larger relative error than 2e-9, and in
-    float32 than 1e-3."""
-    gaps = nodes[:, None] - nodes
-    size = jnp.maximum(jnp.abs(nodes)[:, None], jnp.abs(nodes))
+    """F, from f and f' at the nodes; the mean of two slopes in place of a quotient where
+    that is more accurate. Cancellation costs the quotient `eps |f| / gap`, and the mean
+    is wrong by a small part of the difference of the slopes. The power balances the two
+    where f varies on one scale: errors are then of the order `eps^(2/3)`."""
     eps = jnp.finfo(nodes.dtype).eps
-    close = jnp.abs(gaps) <= jnp.maximum(eps**0.4 * size, eps * jnp.max(size))
+    gaps = nodes[:, None] - nodes
+    size = jnp.abs(values)[:, None] + jnp.abs(values)
+    change = jnp.abs((slopes[:, None] - slopes) * gaps)
+    close = change <= eps ** (2 / 3) * size
     quotients = (values[:, None] - values) / jnp.where(close, 1, gaps)
     return jnp.where(close, (slopes[:, None] + slopes) / 2, quotients)
 
