@@ -31,9 +31,8 @@ def exact_differences(function, slope, nodes):
     """Divided differences by Gauss-Legendre quadrature of the slope."""
     points, weights = np.polynomial.legendre.leggauss(40)
     middle, gap = (nodes[:, None] + nodes) / 2, nodes[:, None] - nodes
-    near = sum(
-        w / 2 * slope(middle + x / 2 * gap) for x, w in zip(points, weights, strict=True)
-    )
+    parts = zip(points, weights, strict=True)
+    near = sum(w / 2 * slope(middle + x / 2 * gap) for x, w in parts)
     size = np.maximum(np.abs(nodes)[:, None], np.abs(nodes))
     far = np.abs(gap) > np.maximum(0.1 * size, 1e-9 * np.max(size))
     quotients = (function(nodes)[:, None] - function(nodes)) / np.where(far, gap, 1)
@@ -48,7 +47,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("dtype, bound", [(np.float32, 1e-4), (np.float64, 1e-10)])
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-4), (np.float64, 1e-10)])
 def test_divided_differences(name, dtype, bound):
     """For wide spectra with clusters of all widths."""
     generator = np.random.default_rng(0)
@@ -74,7 +73,9 @@ def test_few_pairs():
         assert left.shape == right.shape == (min(count, 20), 20)
         assert np.allclose(np.diag(found), np.diag(whole), rtol=1e-9)
         errors.append(np.linalg.norm(found - whole) / np.linalg.norm(whole))
-    assert errors[2] < 0.1 and errors[3] < 1e-3 and errors[4] < 1e-12
+    assert errors[2] < 0.1
+    assert errors[3] < 1e-3
+    assert errors[4] < 1e-12
     for constant in (0.0, 2.0):
         ones = jnp.full((6, 6), constant)
         left, right = few_pairs(ones, jnp.ones(6), 4)
@@ -101,8 +102,8 @@ SPECTRA = {
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_derivative_of_the_form(spectrum, dtype):
-    """`z* Df(A)[dA] z` for the probes themselves, by dense eigenvectors, with all columns;
-    for matrices whose Krylov spaces end early too."""
+    """`z* Df(A)[dA] z` for the probes themselves, by dense eigenvectors, with all
+    columns; for matrices whose Krylov spaces end early too."""
     matrix, direction = hermitian(1, SPECTRA[spectrum], dtype), direction_of(dtype)
     direction = (direction + direction.conj().T) / 2
     real = not np.issubdtype(dtype, np.complexfloating)
@@ -150,7 +151,7 @@ def along_keys(key, *arguments):
 
 
 @pytest.mark.parametrize(
-    "dtype, krylov", [(np.float64, tx.Lanczos(window=0)), (np.float32, None)]
+    ("dtype", "krylov"), [(np.float64, tx.Lanczos(window=0)), (np.float32, None)]
 )
 def test_unbiased_with_any_number_of_columns(dtype, krylov):
     """The mean does not depend on the number of columns: 300 keys, false alarm 6e-5
@@ -204,7 +205,7 @@ def preconditioned_slope(key, theta, square, rank, columns):
     return jax.grad(value)(theta)
 
 
-@pytest.mark.parametrize("rank, factor", [(4, 0.75), (25, 1.05)])
+@pytest.mark.parametrize(("rank", "factor"), [(4, 0.75), (25, 1.05)])
 def test_variance_with_a_preconditioner(rank, factor):
     """Of a low rank, which couples what it knows to what it does not, and of one that
     leaves nothing to do. Both derivatives by z-test, 300 keys, false alarm 6e-5 each."""

@@ -34,8 +34,8 @@ class SLQEstimator(AbstractFunctionEstimator):
 
     Cost: `k * num_steps` products, by Golub-Kahan as many with the adjoint besides.
     Memory: `num_steps` vectors of length n for each probe of a block; with `window=0` and
-    no derivative, only those of a step. A derivative keeps two vectors for each probe
-    between the passes.
+    no derivative, only those of a step. A derivative keeps two vectors for each column
+    of its `gradient` and each probe between the passes.
 
     !!! Example
 
