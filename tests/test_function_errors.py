@@ -384,6 +384,12 @@ def test_solve_gradient_needs_a_solver(solver):
     check(TypeError, [*parts, "`lineax.CG("], lambda: tx.SolveGradient(solver))
 
 
+@pytest.mark.parametrize("columns", [0, -1, 2.0, True])
+def test_columns_of_a_gradient(columns):
+    parts = ["`columns` must be a positive Python integer", f"Found {columns!r}"]
+    check(ValueError, parts, lambda: tx.LanczosGradient(columns=columns))
+
+
 @every_budget
 @every_estimator
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LEVELS = [
     "_kernel.dense",
     "_kernel.lanczos _kernel.growth _kernel.leave_one_out",
     "_sampler _kernel.expansion _kernel.[!tx]* _operator.* _matfun.functions",
-    "_execution _kernel.*",
+    "_execution _kernel.* _matfun.callables",
     "_gradient _sharded _iterate",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues _matfun.krylov",

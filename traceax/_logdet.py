@@ -167,7 +167,7 @@ def logdet(
         `"sample_brackets"`, the same for each probe, shape `(k, 2)`; `"ritz_values"`, the
         smallest and the largest (of the preconditioned operator, if there is a
         preconditioner); `"gradient_residual"`, shape `(k,)`, the relative
-        residuals of the solves behind the gradient.
+        residuals of solves by as many steps, which bound the bias of the gradient.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.
 

@@ -9,10 +9,11 @@ from jaxtyping import PRNGKeyArray
 from ._adaptive import Adaptive
 from ._checks import check_hermitian, check_instance, check_operator
 from ._execution import AbstractExecution, Local
-from ._flat import flatten
+from ._flat import dtypes, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.functions import AbstractSpectralFunction, as_spectral_function
+from ._matfun.callables import as_spectral_function
+from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
@@ -90,7 +91,11 @@ def trace_of_function(
     - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
         [`traceax.Exp`][], [`traceax.Entropy`][], another
         [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a real
-        number, differentiable by JAX.
+        number, differentiable by JAX. It is traced at each call. Those of the same code,
+        as a lambda in a loop, share one compiled program: arrays that it closes over are
+        arguments of that, Python numbers constants. One with derivative rules inside
+        (`jax.custom_jvp`, as in `jax.nn.relu`) compiles anew: define it once, as an
+        `AbstractSpectralFunction`.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense eigendecomposition. Or [`traceax.Adaptive`][]: as many as
@@ -125,7 +130,7 @@ def trace_of_function(
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    function = as_spectral_function(function)
+    function = as_spectral_function(function, dtypes(operator)[0])
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )

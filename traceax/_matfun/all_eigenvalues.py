@@ -44,7 +44,7 @@ def exact_trace_of_function(
     bounds = jnp.stack([value - change, zero, value + change, zero]).reshape(2, 2)
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
-    frame = gradient.frame(function, left, eye)
+    frame = gradient.frame(function, left, eye, eye)
     value = attach(operator, value, frame, execution=execution)
     return Estimate(
         value=value,

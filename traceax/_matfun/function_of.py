@@ -11,7 +11,8 @@ from .._checks import check_hermitian, check_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
 from .._kernel.lanczos import lanczos
 from .._kernel.quadrature import apply_to_first, ritz
-from .functions import AbstractSpectralFunction, as_spectral_function
+from .callables import as_spectral_function
+from .functions import AbstractSpectralFunction
 from .quadratic_form import values_at
 
 
@@ -129,8 +130,8 @@ def function_of(
     check_operator(operator)
     check_hermitian(operator)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
-    function = as_spectral_function(function)
     flat = flatten(operator)
+    function = as_spectral_function(function, flat.dtype)
     real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:

@@ -1,6 +1,5 @@
 import abc
-from collections.abc import Callable
-from typing import Any, cast, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -315,37 +314,3 @@ class Entropy(AbstractSpectralFunction):
 
     def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
         return -1 - jnp.log(x)
-
-
-class _Callable(AbstractSpectralFunction):
-    """A user's function of one real number."""
-
-    function: Callable[[Scalar], Scalar]
-    semidefinite_domain: ClassVar[bool] = False
-    singular_at_zero: ClassVar[bool] = False
-    bracketed: ClassVar[bool] = False
-    nonnegative: ClassVar[bool] = False
-
-    def __call__(self, x):
-        values = jax.vmap(self.function)(x)
-        if values.shape != x.shape or not jnp.issubdtype(values.dtype, jnp.floating):
-            raise TypeError(
-                "`function` must map a real number to a real number. Found that it maps "
-                f"an array of shape () and dtype {x.dtype} to one of shape "
-                f"{values.shape[1:]} and dtype {values.dtype}."
-            )
-        return values.astype(x.dtype)
-
-
-def as_spectral_function(function: Any) -> AbstractSpectralFunction:
-    if isinstance(function, AbstractSpectralFunction):
-        return function
-    if isinstance(function, type) or not callable(function):
-        is_class = isinstance(function, type)
-        found = f"the class {function.__name__}" if is_class else repr(function)
-        raise TypeError(
-            "`function` must be a `traceax.AbstractSpectralFunction` or a callable of "
-            f"the eigenvalues. Found {found}. Pass, for example, `traceax.Log()` or "
-            "`jnp.tanh`."
-        )
-    return _Callable(cast(Callable[[Scalar], Scalar], function))

@@ -1,20 +1,24 @@
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, Inexact
 
+from .._checks import plain_integer
 from .._gradient import AbstractFrame, FirstOrderFrame, SolvedFrame
 from .functions import AbstractSpectralFunction
 
 
 class AbstractFunctionGradient(eqx.Module):
-    """How $f'(A) z$ is made, from which $\\mathrm{tr}(f'(A)\\, dA)$, the derivative of
-    $\\mathrm{tr} f(A)$, is estimated.
+    """How $\\mathrm{tr}(f'(A)\\, dA)$, the derivative of $\\mathrm{tr} f(A)$, is
+    estimated.
 
     !!! Example
 
         ```python
+        from typing import ClassVar
+
         import jax
         import jax.numpy as jnp
         import lineax as lx
@@ -23,12 +27,13 @@ class AbstractFunctionGradient(eqx.Module):
         class SolvesIfPossible(tx.AbstractFunctionGradient):
             # By solves where the derivative is a power, else from the Lanczos run.
             solver: lx.AbstractLinearSolver
+            columns: ClassVar[int] = 4
 
-            def frame(self, function, approximation, right):
+            def frame(self, function, left, right, probes):
                 chosen = tx.SolveGradient(self.solver)
                 if function.derivative_by_solves is None:
                     chosen = tx.LanczosGradient()
-                return chosen.frame(function, approximation, right)
+                return chosen.frame(function, left, right, probes)
 
         def trace_of_exp(scale):
             operator = lx.MatrixLinearOperator(scale * jnp.eye(100), lx.symmetric_tag)
@@ -40,24 +45,31 @@ class AbstractFunctionGradient(eqx.Module):
 
         print(f"{jax.jit(jax.grad(trace_of_exp))(2.0):.1f}")  # 738.9
         ```
+
+    **Attributes:**
+
+    - `columns`: how many pairs of vectors the Krylov space of each probe is asked for.
     """
+
+    columns: eqx.AbstractVar[int]
 
     @abc.abstractmethod
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "m p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
         """The frame from which a derivative is made.
 
         **Arguments:**
 
         - `function`: f.
-        - `approximation`: what Lanczos says is $f'(A) R$, shape `(n, p)`; for a function
-            of singular values, with $A = U S V^*$, what Golub-Kahan says is $U f'(S) V^*
-            R$, shape `(m, p)`.
-        - `right`: R, the probes, shape `(n, p)`.
+        - `left`, `right`: L of shape `(m, p)` and R of shape `(n, p)`, from the Krylov
+            spaces of the probes: $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ is close to
+            the derivative of the estimate.
+        - `probes`: Z of shape `(n, q)`, of which $E[Z Z^*] = I$.
 
         **Returns:**
 
@@ -67,12 +79,15 @@ class AbstractFunctionGradient(eqx.Module):
 
 
 class LanczosGradient(AbstractFunctionGradient):
-    """$f'(A) z$ from the Lanczos run that made the value: no further product with $A$
-    beyond those of the derivative itself.
+    """The derivative of $z^* f(A) z$ from the Lanczos run that made the value: no further
+    product with $A$ beyond those of the derivative itself.
 
-    Its bias is the error of that approximation: for a log-determinant, of a solve by as
-    many conjugate gradient steps. `stats["gradient_residual"]` has the relative
-    residuals. It has no second derivative: asking for one raises an error.
+    It is $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ with a few columns L, R in the Krylov
+    space. How many moves the variance, and no mean: with one, $f'(A) z$ and $z$, it is
+    several times larger on ill-conditioned operators; four leave little to gain. The bias
+    is that of the Krylov space, which for a log-determinant is at most that of as many
+    conjugate gradient steps: `stats["gradient_residual"]` has their relative residuals.
+    It has no second derivative: asking for one raises an error.
 
     !!! Example
 
@@ -93,15 +108,39 @@ class LanczosGradient(AbstractFunctionGradient):
 
         print(f"{jax.jit(jax.grad(logdet))(2.0):.2f}")  # 50.00
         ```
+
+    **Attributes:**
+
+    - `columns`: of L and R, for each probe. The derivative costs as many products with
+        that of the operator, and keeps two vectors of length n for each.
     """
+
+    columns: int = eqx.field(static=True, default=4, converter=plain_integer)
+
+    def __check_init__(self):
+        if type(self.columns) is not int or self.columns < 1:
+            raise ValueError(
+                f"`columns` must be a positive Python integer. Found {self.columns!r}."
+            )
 
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "m p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
-        return FirstOrderFrame(approximation, right)
+        return FirstOrderFrame(left, right)
+
+
+LanczosGradient.__init__.__doc__ = """**Arguments:**
+
+- `columns`: default is 4.
+
+**Raises:**
+
+`ValueError` if it is not a positive integer.
+"""
 
 
 class SolveGradient(AbstractFunctionGradient):
@@ -137,6 +176,7 @@ class SolveGradient(AbstractFunctionGradient):
     """
 
     solver: lx.AbstractLinearSolver
+    columns: ClassVar[int] = 1
 
     def __check_init__(self):
         if not isinstance(self.solver, lx.AbstractLinearSolver):
@@ -149,8 +189,9 @@ class SolveGradient(AbstractFunctionGradient):
     def frame(
         self,
         function: AbstractSpectralFunction,
-        approximation: Inexact[Array, "n p"],
+        left: Inexact[Array, "m p"],
         right: Inexact[Array, "n p"],
+        probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
         power = function.derivative_by_solves
         if power is None:
@@ -164,7 +205,7 @@ class SolveGradient(AbstractFunctionGradient):
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values
-        return SolvedFrame(right, self.solver, coefficient, num_solves, hermitian)
+        return SolvedFrame(probes, self.solver, coefficient, num_solves, hermitian)
 
 
 SolveGradient.__init__.__doc__ = """**Arguments:**

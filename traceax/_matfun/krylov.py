@@ -8,6 +8,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
 from .._kernel.dense import svd
+from .._kernel.frechet import divided_differences, few_pairs
 from .._kernel.golub_kahan import (
     golub_kahan_advance,
     golub_kahan_run,
@@ -55,9 +56,8 @@ class AbstractKrylovMethod(eqx.Module):
             def advance(self, operator, state, first, last):
                 return tx.Lanczos().advance(operator, state, first, last)
 
-            def read(self, operator, state, steps, function, lower_bound):
-                settings = state, steps, function, lower_bound
-                return tx.Lanczos().read(operator, *settings)
+            def read(self, operator, state, steps, function, *settings):
+                return tx.Lanczos().read(operator, state, steps, function, *settings)
 
         laplacian = 100 * jnp.eye(100) - jnp.ones((100, 100))
         operator = lx.MatrixLinearOperator(laplacian, lx.positive_semidefinite_tag)
@@ -136,6 +136,7 @@ class AbstractKrylovMethod(eqx.Module):
         steps: Int[Array, ""] | int,
         function: AbstractSpectralFunction,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         """The quadratic form, from no further product.
 
@@ -147,6 +148,7 @@ class AbstractKrylovMethod(eqx.Module):
         - `function`: f.
         - `lower_bound`: a number not above the smallest eigenvalue, or singular value for
             a function of those; `None` if none is known.
+        - `columns`: how many rows `left` and `right` may have.
 
         **Returns:**
 
@@ -159,14 +161,15 @@ class AbstractKrylovMethod(eqx.Module):
         probe: Inexact[Array, " n"],
         function: AbstractSpectralFunction,
         most: int,
-        lower_bound: Real[Array, ""] | float | None = None,
+        lower_bound: Real[Array, ""] | float | None,
+        columns: int,
         steps: Int[Array, ""] | int | None = None,
     ) -> QuadraticForm:
         """One quadratic form, by all of the above.
 
         **Arguments:**
 
-        - `operator`, `probe`, `function`, `most`, `lower_bound`: as above.
+        - `operator`, `probe`, `function`, `most`, `lower_bound`, `columns`: as above.
         - `steps`: how many of `most` steps are to be made; by default all.
 
         **Returns:**
@@ -176,7 +179,7 @@ class AbstractKrylovMethod(eqx.Module):
         steps = most if steps is None else steps
         state = self.start(operator, probe, most)
         state = self.advance(operator, state, 0, steps)
-        return self.read(operator, state, steps, function, lower_bound)
+        return self.read(operator, state, steps, function, lower_bound, columns)
 
 
 class Lanczos(AbstractKrylovMethod):
@@ -238,6 +241,7 @@ class Lanczos(AbstractKrylovMethod):
         steps: Int[Array, ""] | int,
         function: AbstractSpectralFunction,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         eps, run = operator.eps, lanczos_run(state, steps)
         nodes, vectors = ritz(run.alpha, run.beta)
@@ -257,11 +261,13 @@ class Lanczos(AbstractKrylovMethod):
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
         residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
-        gradient = run.norm * jnp.matmul(slope, run.basis, precision="highest")
+        differences = divided_differences(nodes, values, slopes)
+        left, right = few_pairs(differences, vectors[0], columns)
         return QuadraticForm(
             value=square * value,
             square=square * jnp.sum((vectors[0] * values) ** 2),
-            gradient=gradient,
+            left=run.norm * _combine(left, vectors.T, run.basis),
+            right=run.norm * _combine(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,
             rounding=square * jnp.abs(again - value),
@@ -327,6 +333,7 @@ class GolubKahan(AbstractKrylovMethod):
         steps: Int[Array, ""] | int,
         function: AbstractSpectralFunction,
         lower_bound: Real[Array, ""] | float | None,
+        columns: int,
     ) -> QuadraticForm:
         eps, run = operator.eps, golub_kahan_run(state, steps)
         square = run.norm**2
@@ -362,16 +369,31 @@ class GolubKahan(AbstractKrylovMethod):
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
         _, size = unit(vh[:, 0] * slopes * s)
         residual = run.above[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
-        gradient = run.norm * jnp.matmul(slope, run.left, precision="highest")
+        # That of `f(sqrt x)` at A* A, in the direction dA* A + A* dA, with A V = U B.
+        total = s[:, None] + s
+        share = jnp.where(total > 0, 2 * s[:, None] / jnp.where(total > 0, total, 1), 1)
+        differences = share * divided_differences(s, values, slopes)
+        left, right = few_pairs(differences, vh[:, 0], columns)
         return QuadraticForm(
             value=square * value,
             square=square * jnp.sum((vh[:, 0] * values) ** 2),
-            gradient=gradient,
+            left=run.norm * _combine(left, u.T, run.left),
+            right=run.norm * _combine(right, vh, run.right),
             residual=residual,
             bracket=square * bracket,
             rounding=square * jnp.abs(again - value),
             extremes=s[jnp.array([-1, 0])],
         )
+
+
+def _combine(
+    coefficients: Real[Array, "r s"],
+    vectors: Real[Array, "s s"],
+    basis: Inexact[Array, "s n"],
+) -> Inexact[Array, "r n"]:
+    """Combinations of Ritz vectors, whose coordinates in the basis are rows."""
+    weights = jnp.matmul(coefficients, vectors, precision="highest")
+    return jnp.matmul(weights, basis, precision="highest")
 
 
 Lanczos.__init__.__doc__ = GolubKahan.__init__.__doc__ = """**Arguments:**

@@ -156,14 +156,17 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             bracket = bracket_of(function, deflated, compression, present, lower)
 
         def form(flat, probe):
-            return Lanczos().form(flat, probe, function, num_steps, None)
+            settings = function, num_steps, None, gradient.columns
+            return Lanczos().form(flat, probe, *settings)
 
         forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
         moments = Moments.of(deflated + forms.value)
         weight = rest.shape[1] ** -0.5
-        left = jnp.concatenate([left, weight * forms.gradient.T], axis=1)
-        right = jnp.concatenate([basis, weight * rest], axis=1)
-        frame = gradient.frame(function, left, right)
+        pairs = [weight * x.reshape(-1, n).T for x in (forms.left, forms.right)]
+        left = jnp.concatenate([left, pairs[0]], axis=1)
+        right = jnp.concatenate([basis, pairs[1]], axis=1)
+        used = jnp.concatenate([basis, weight * rest], axis=1)
+        frame = gradient.frame(function, left, right, used)
         ends = nodes[None, jnp.array([0, -1])]
         extremes = jnp.where(length > 0, forms.extremes, ends)
         extremes = span(jnp.append(extremes, ends, axis=0))
@@ -185,7 +188,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             rounding=operator.rounding,
             result=first_failure(in_domain, precise),
             extra=extra,
-            probes=lambda: right.shape[1] ** 0.5 * right,
+            probes=lambda: used.shape[1] ** 0.5 * used,
             bounds=bounds_of(errors),
         )
 

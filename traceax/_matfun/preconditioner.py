@@ -11,6 +11,7 @@ from jaxtyping import Array, Inexact, Real
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, standard_promotion, unflatten
 from .._gradient import attach, attach_derivative, Frame
+from .._kernel.dense import qr
 from .._solution import RESULTS
 
 
@@ -243,9 +244,9 @@ class Preconditioner(AbstractPreconditioner):
         With `dY = (dA - dsigma I) Q` it is `dP = dY C* + C dY* - C (Q* dY) C* +
         dsigma I`, and `x* dP x = Re (2 x - Q g)* dY g + dsigma x* x` for `g = C* x`. The
         multiple of the identity in C bounds dP where H is nearly singular, and moves no
-        mean.
+        mean. The vectors x are those of `_split`.
         """
-        u = self.power(-0.5, probes) / probes.shape[1] ** 0.5
+        u = self._split(probes / probes.shape[1] ** 0.5)
         solved = self.power(-1.0, self.quotient)
         adjoint = self.quotient.conj().T
         shift = jax.lax.stop_gradient(self.shift)
@@ -265,6 +266,24 @@ class Preconditioner(AbstractPreconditioner):
         value = attach_derivative(value, lambda: slope * self.shift)
         frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
+
+    def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
+        """Vectors x of which `x* dP x` sums to what is asked of `P^(-1/2) z`.
+
+        `M = P^(-1/2) A P^(-1/2)` is the identity on the range of `P^(1/2) Q`. For a pair
+        of eigenvectors, one in it and one outside, the derivative of `z* log(M) z` has
+        the weight `log(m) / (m - 1)` with the other's eigenvalue m, and `z* K z` of
+        `K = P^(-1/2) dP P^(-1/2)` has 1. So that coupling, of mean zero, is taken with
+        the weight for the largest m that there should be.
+        """
+        smallest = jnp.min(self.values) / jax.lax.stop_gradient(self.shift)
+        weight = jnp.where(smallest > 0, jnp.log1p(smallest) / smallest, 1)
+        weight = weight.astype(z.dtype)
+        inside, _ = qr(self.power(0.5, self.basis))
+        part = inside @ (inside.conj().T @ z)
+        parts = jnp.concatenate([part, z - part], axis=1)
+        both = [weight**0.5 * z, (1 - weight) ** 0.5 * parts]
+        return self.power(-0.5, jnp.concatenate(both, axis=1))
 
 
 class _Preconditioned(eqx.Module):

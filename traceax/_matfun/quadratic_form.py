@@ -21,10 +21,10 @@ class QuadraticForm(eqx.Module):
 
     - `value`: the Gauss rule for `z* f(A) z`.
     - `square`: the Gauss rule for `z* f(A)^2 z`, in the mean `||f(A)||_F^2`.
-    - `gradient`: `f'(A) z`, such that `Re(gradient* dA z)` is the derivative in the mean;
-        for a function of singular values `U f'(S) V* z`.
-    - `residual`: of `A gradient` (for singular values `A* gradient`) relative to what it
-        should be; for the logarithm that of the solve `A x = z`.
+    - `left`, `right`: rows L_j and R_j with `sum_j Re(L_j* dA R_j)` the derivative of the
+        form in a direction dA, or in the mean over z that of its mean.
+    - `residual`: of `A f'(A) z` (for a function of singular values `A* U f'(S) V* z`),
+        relative to what it should be; for the logarithm that of the solve `A x = z`.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau where
         these are known to be on both sides, and estimated elsewhere.
     - `rounding`: how far `value` moves where the entries of the run that products give
@@ -34,7 +34,8 @@ class QuadraticForm(eqx.Module):
 
     value: Real[Array, ""]
     square: Real[Array, ""]
-    gradient: Inexact[Array, " m"]
+    left: Inexact[Array, "r m"]
+    right: Inexact[Array, "r n"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
     rounding: Real[Array, ""]

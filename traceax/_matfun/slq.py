@@ -35,8 +35,8 @@ class SLQEstimator(AbstractFunctionEstimator):
 
     Cost: `k * num_steps` products, by Golub-Kahan as many with the adjoint besides.
     Memory: `num_steps` vectors of length n for each probe of a block; with `window=0` and
-    no derivative, only those of a step. A derivative keeps two vectors for each probe
-    between the passes.
+    no derivative, only those of a step. A derivative keeps two vectors for each column
+    of its `gradient` and each probe between the passes.
 
     !!! Example
 
@@ -130,8 +130,9 @@ class SLQEstimator(AbstractFunctionEstimator):
             ratio = half / jnp.where(aimed > 0, aimed, 1)
             return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
 
-        most, steps, spent = num_steps, num_steps, 0
-        if isinstance(num_steps, AdaptiveSteps):
+        if not isinstance(num_steps, AdaptiveSteps):
+            most, steps, spent = num_steps, None, 0
+        else:
             most = num_steps.max_steps
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
             one = lambda form: excess(form.value, *form.bracket, form.square)  # noqa: E731
@@ -140,9 +141,9 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         def body(flat, index):
             probe = draw(flat, index[None])
-            settings = function, most, bound, steps
+            settings = function, most, bound, gradient.columns, steps
             one = krylov.form(flat.frozen, probe[:, 0], *settings)
-            frame = gradient.frame(function, one.gradient[:, None], probe)
+            frame = gradient.frame(function, one.left.T, one.right.T, probe)
             value = attach(flat, one.value, frame, execution=Local())
             errors = jnp.append(one.bracket, one.rounding)
             return value, (errors, one.extremes, one.residual)
@@ -168,7 +169,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
-        wide = None
+        wide, made = None, most if steps is None else steps
         if isinstance(num_steps, AdaptiveSteps):
             extra["num_steps"] = steps
             if isinstance(k, Adaptive):
@@ -187,7 +188,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
-            num_matvecs=(streamed.count * steps + spent) * krylov.products_per_step,
+            num_matvecs=(streamed.count * made + spent) * krylov.products_per_step,
             rounding=operator.rounding,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
             extra=extra | streamed.loop.extra,

@@ -104,7 +104,7 @@ def choose_steps(
             state, made, _ = carry
             following = jnp.minimum(made + jnp.maximum(4, made // 3), most)
             state = krylov.advance(flat, state, made, following)
-            form = krylov.read(flat, state, following, *constants)
+            form = krylov.read(flat, state, following, *constants, columns=1)
             return state, following, excess(form) <= adaptive.share
 
         state = krylov.start(flat, probe, most)

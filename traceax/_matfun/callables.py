@@ -1,0 +1,108 @@
+"""Plain callables as spectral functions."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, Literal
+from jaxtyping import Array, DTypeLike
+
+from .._flat import standard_promotion
+from .functions import AbstractSpectralFunction
+
+
+class _Code:
+    """A jaxpr, equal to any that says the same: so two lambdas with the same code share
+    one compiled program."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.jaxpr = jaxpr
+        self._key = _content(jaxpr)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return str(self.jaxpr)
+
+
+def _content(jaxpr: Jaxpr) -> Hashable:
+    """All that a jaxpr says, with its variables numbered. What cannot be compared stands
+    for itself, and lives as long as the jaxpr does."""
+    numbers: dict[Any, int] = {}
+
+    def atom(x):
+        if isinstance(x, Literal):
+            return x.aval, np.asarray(x.val).tobytes()
+        return x.aval, numbers.setdefault(x, len(numbers))
+
+    def parameter(x):
+        if isinstance(x, ClosedJaxpr):
+            return _content(x.jaxpr), tuple(map(id, x.consts))
+        if isinstance(x, Jaxpr):
+            return _content(x)
+        if isinstance(x, tuple | list):
+            return tuple(map(parameter, x))
+        return x if isinstance(x, Hashable) else id(x)
+
+    def equation(each):
+        parameters = ((name, parameter(x)) for name, x in each.params.items())
+        atoms = map(atom, [*each.invars, *each.outvars])
+        return each.primitive, frozenset(parameters), tuple(atoms)
+
+    inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
+    body = tuple(map(equation, jaxpr.eqns))
+    return inputs, body, tuple(map(atom, jaxpr.outvars))
+
+
+class _Callable(AbstractSpectralFunction):
+    """A user's function of one real number, traced. Arrays that it closes over are
+    leaves."""
+
+    arrays: list[Array]
+    code: _Code = eqx.field(static=True)
+    semidefinite_domain: ClassVar[bool] = False
+    singular_at_zero: ClassVar[bool] = False
+    bracketed: ClassVar[bool] = False
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        function = jaxpr_as_fun(ClosedJaxpr(self.code.jaxpr, self.arrays))
+        (values,) = jax.vmap(function)(x)
+        return values.astype(x.dtype)
+
+
+def as_spectral_function(function: Any, dtype: DTypeLike) -> AbstractSpectralFunction:
+    """The function, or a callable traced for an eigenvalue of an operator of `dtype`."""
+    if isinstance(function, AbstractSpectralFunction):
+        return function
+    if isinstance(function, type) or not callable(function):
+        is_class = isinstance(function, type)
+        found = f"the class {function.__name__}" if is_class else repr(function)
+        raise TypeError(
+            "`function` must be a `traceax.AbstractSpectralFunction` or a callable of "
+            f"the eigenvalues. Found {found}. Pass, for example, `traceax.Log()` or "
+            "`jnp.tanh`."
+        )
+    return _traced(function, jnp.finfo(dtype).dtype)
+
+
+def _traced(function: Callable[[Array], Any], dtype: DTypeLike) -> _Callable:
+    with standard_promotion():
+        closed = jax.make_jaxpr(lambda x: jnp.asarray(function(x)))(
+            jax.ShapeDtypeStruct((), dtype)
+        )
+    (value,) = closed.out_avals
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            "`function` must map a real number to a real number. Found that it maps "
+            f"an array of shape () and dtype {dtype} to one of shape {value.shape} and "
+            f"dtype {value.dtype}."
+        )
+    return _Callable([jnp.asarray(x) for x in closed.consts], _Code(closed.jaxpr))
