@@ -116,16 +116,17 @@ class SLQEstimator(AbstractFunctionEstimator):
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
 
-        def excess(value, low, high, square):
+        def excess(value, bracket, square):
             """Half of a bracket over the error that is aimed at."""
             rounding = operator.rounding * jnp.abs(value)
             if isinstance(k, Adaptive):
-                ends = [quantity.present(x, rounding)[0] for x in (value, low, high)]
-                value, low, high = map(k.size, ends)
+                ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
+                value, *bracket = map(k.size, ends)
                 aimed = k.tolerance(value)
             else:
                 aimed = jnp.maximum(square - value**2 / operator.size, 0)
                 aimed = jnp.sqrt(2 * aimed / k)
+            low, high = bracket
             half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
             ratio = half / jnp.where(aimed > 0, aimed, 1)
             return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
@@ -135,7 +136,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         else:
             most = num_steps.max_steps
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            one = lambda form: excess(form.value, *form.bracket, form.square)  # noqa: E731
+            one = lambda form: excess(form.value, form.bracket, form.square)  # noqa: E731
             settings = krylov, operator, probe, function, bound, one, execution
             steps = spent = choose_steps(num_steps, *settings)
 
@@ -173,7 +174,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         if isinstance(num_steps, AdaptiveSteps):
             extra["num_steps"] = steps
             if isinstance(k, Adaptive):
-                missed = excess(moments.mean, low, high, 0) > 1
+                missed = excess(moments.mean, (low, high), 0) > 1
                 wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
         precise = check_precision(operator, moments, high - low, rounding)
