@@ -46,8 +46,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
     operations. Memory: `k * num_steps / 2` vectors of length n, and those of the
-    other probes. Needs `k >= 3`. The error
-    of the quadrature is not bracketed.
+    other probes. Needs `k >= 3`. The quadrature error is in `stats` as with
+    [`traceax.SLQEstimator`][].
 
     !!! Example
 
