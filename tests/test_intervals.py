@@ -69,7 +69,7 @@ class Call(eqx.Module):
         return self.fn(operator, **self.settings, key=key, throw=False)
 
 
-def of_function(function, estimator, num_steps, k=10):
+def of_function(function, estimator, num_steps, k=20):
     settings = {"function": function, "estimator": estimator, "num_steps": num_steps}
     return Call(tx.trace_of_function, settings | {"k": k})
 
@@ -133,8 +133,8 @@ def test_no_wider_than_needed(function, estimator):
     """With 40 steps the quadrature is exact, and the interval that of the error bar."""
     call = of_function(function, estimator, 40)
     spectrum = SYMMETRIC["condition 1e2"]
-    ends, _, std_err = solved(call, jnp.asarray(hermitian(1, spectrum)), KEYS[:60])
-    count = 10 if estimator is SLQ else 6
+    ends, _, std_err = solved(call, jnp.asarray(hermitian(1, spectrum)), KEYS[:30])
+    count = 20 if estimator is SLQ else 10
     half = stats.t.ppf(0.975, count - 1) * std_err
     assert np.allclose((ends[1] - ends[0]) / 2, half, rtol=5e-3)
 
@@ -229,7 +229,7 @@ def test_no_confident_wrong_number(function, exact, dtype, condition):
     operator before it was rounded to its dtype, and of the rounded one."""
     matrix = jnp.asarray(low_rank(condition)).astype(dtype)
     truths = [low_rank(condition), np.asarray(matrix.astype(jnp.float64))]
-    call = of_function(function, SLQ, 20)
+    call = of_function(function, SLQ, 20, k=10)
     ends, successful, _ = solved(call, matrix, KEYS[:12])
     for truth in truths:
         spectrum = np.linalg.eigvalsh(truth)

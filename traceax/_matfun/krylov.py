@@ -148,7 +148,9 @@ class Lanczos(AbstractKrylovMethod):
         function: AbstractSpectralFunction,
         num_steps: int,
         lower_bound: Real[Array, ""] | float | None,
+        largest: Real[Array, ""] | float = -jnp.inf,
     ) -> QuadraticForm:
+        """As of every method. `largest` is an eigenvalue that there is for sure."""
         eps = operator.eps
         run = lanczos(operator.mv, probe, num_steps, window=self.window, eps=eps)
         nodes, vectors = ritz(run.alpha, run.beta)
@@ -160,7 +162,7 @@ class Lanczos(AbstractKrylovMethod):
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, run.beta[-1:, None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
-        bracket = bracket_of(function, value, compression, first, lower)
+        bracket = bracket_of(function, value, compression, first, lower, largest=largest)
 
         slopes = slopes_at(function, nodes, eps)
         slope = apply_to_first(nodes, vectors, slopes)

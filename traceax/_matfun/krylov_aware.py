@@ -148,7 +148,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             bracket = bracket_of(function, deflated, compression, present, lower)
 
         def form(flat, probe):
-            return Lanczos().form(flat, probe, function, num_steps, None)
+            ends = {"lower_bound": lower, "largest": nodes[-1]}
+            return Lanczos().form(flat, probe, function, num_steps, **ends)
 
         forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
         moments = Moments.of(deflated + forms.value)

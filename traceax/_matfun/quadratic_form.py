@@ -167,9 +167,11 @@ def bracket_of(
     measured: Bool[Array, " w"],
     lower: Real[Array, ""],
     at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
+    largest: Real[Array, ""] | float = -jnp.inf,
 ) -> Real[Array, "2"]:
     """Lower and upper bound of what `value` is the Gauss rule for; `lower` is a lower
-    bound of the spectrum. What the function is at nodes may be told by `at_nodes`.
+    bound of the spectrum, and `largest` is an eigenvalue that there is for sure. What the
+    function is at nodes may be told by `at_nodes`.
 
     Where no bound is proven, the truth is taken to be within twice the largest
     difference from three other rules: Gauss-Radau at either end, and Gauss with one step
@@ -188,7 +190,8 @@ def bracket_of(
         other = integral(exactly, below, measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     rest = jnp.linalg.norm(compression.coupling)
-    above = -radau(-compression, -jnp.max(compression.nodes) - rest)
+    upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
+    above = -radau(-compression, -upper)
     rules = jnp.stack([below, above, shorter(compression)])
     others = jax.lax.map(lambda rule: integral(values, rule, measured), rules)
     differences = jnp.abs(others - value)
