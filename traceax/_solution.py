@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
 from ._quantiles import student_quantile
 
@@ -256,7 +256,7 @@ class Solution(eqx.Module):
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
     def interval(
-        self, confidence: Scalar | float = 0.95
+        self, confidence: Any = 0.95
     ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.

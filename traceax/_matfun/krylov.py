@@ -242,7 +242,9 @@ class Lanczos(AbstractKrylovMethod):
         function: AbstractSpectralFunction,
         lower_bound: Real[Array, ""] | float | None,
         columns: int,
+        largest: Real[Array, ""] | float = -jnp.inf,
     ) -> QuadraticForm:
+        """As of every method. `largest` is an eigenvalue that there is for sure."""
         eps, run = operator.eps, lanczos_run(state, steps)
         nodes, vectors = ritz(run.alpha, run.beta)
         square, first = run.norm**2, jnp.ones(1, bool)
@@ -255,7 +257,7 @@ class Lanczos(AbstractKrylovMethod):
         border = jnp.zeros_like(nodes).at[run.last].set(run.beta[-1])
         compression = Compression(matrix, border[None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
-        bracket = bracket_of(function, value, compression, first, lower)
+        bracket = bracket_of(function, value, compression, first, lower, largest=largest)
 
         slopes = slopes_at(function, nodes, eps)
         slope = apply_to_first(nodes, vectors, slopes)

@@ -47,8 +47,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
     operations. Memory: `k * num_steps / 2` vectors of length n, and those of the
-    other probes. Needs `k >= 3`. The error
-    of the quadrature is not bracketed.
+    other probes. Needs `k >= 3`. The quadrature error is in `stats` as with
+    [`traceax.SLQEstimator`][].
 
     !!! Example
 
@@ -156,8 +156,12 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             bracket = bracket_of(function, deflated, compression, present, lower)
 
         def form(flat, probe):
-            settings = function, num_steps, None, gradient.columns
-            return Lanczos().form(flat, probe, *settings)
+            krylov, steps = Lanczos(), num_steps
+            state = krylov.start(flat, probe, steps)
+            state = krylov.advance(flat, state, 0, steps)
+            ends = {"lower_bound": lower, "largest": nodes[-1]}
+            settings = {"columns": gradient.columns} | ends
+            return krylov.read(flat, state, steps, function, **settings)
 
         forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
         moments = Moments.of(deflated + forms.value)

@@ -148,6 +148,21 @@ def integral(
     return jnp.sum(jnp.where(weights > 0, weights * values(nodes), 0))
 
 
+def _sensitivity(
+    values: Callable[[Real[Array, " p"]], Real[Array, " p"]],
+    compression: Compression,
+    measured: Bool[Array, " w"],
+) -> Real[Array, ""]:
+    """What relative errors of Ritz values do to the Gauss rule, of the size of those of a
+    factorisation: much where the function is steep, as the exponential of a large one."""
+    nodes = compression.nodes
+    eps = jnp.finfo(nodes.dtype).eps
+    moved = jnp.abs(values(nodes * (1 + eps**0.5)) - values(nodes))
+    lead = compression.vectors[: len(measured)] * measured[:, None]
+    change = jnp.sum(moved * jnp.abs(lead) ** 2)
+    return jnp.where(jnp.isfinite(change), 8 * eps**0.5 * change, 0)
+
+
 def bracket_of(
     function: AbstractSpectralFunction,
     value: Real[Array, ""],
@@ -155,14 +170,16 @@ def bracket_of(
     measured: Bool[Array, " w"],
     lower: Real[Array, ""],
     at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
+    largest: Real[Array, ""] | float = -jnp.inf,
 ) -> Real[Array, "2"]:
     """Lower and upper bound of what `value` is the Gauss rule for; `lower` is a lower
-    bound of the spectrum. What the function is at nodes may be told by `at_nodes`.
+    bound of the spectrum, and `largest` is an eigenvalue that there is for sure. What the
+    function is at nodes may be told by `at_nodes`.
 
     Where no bound is proven, the truth is taken to be within twice the largest
     difference from three other rules: Gauss-Radau at either end, and Gauss with one step
     less. A rule with a node outside of the domain tells nothing. Where Lanczos could not
-    go on, the value has no error."""
+    go on, only rounding is left."""
 
     def values(nodes):
         if at_nodes is not None:
@@ -176,14 +193,16 @@ def bracket_of(
         other = integral(exactly, below, measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     rest = jnp.linalg.norm(compression.border)
-    above = -radau(-compression, -jnp.max(compression.nodes) - rest)
+    upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
+    above = -radau(-compression, -upper)
     rules = jnp.stack([below, above, shorter(compression)])
     others = jax.lax.map(lambda rule: integral(values, rule, measured), rules)
     differences = jnp.abs(others - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
+    limits = jnp.finfo(value.dtype)
     # Not infinite, so that moments of such errors are defined.
-    most = jnp.finfo(value.dtype).max ** 0.75
-    error = jnp.minimum(2 * jnp.max(differences), most)
+    error = jnp.minimum(2 * jnp.max(differences), limits.max**0.75)
+    error = error + _sensitivity(values, compression, measured)
     low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))

@@ -30,8 +30,9 @@ class SLQEstimator(AbstractFunctionEstimator):
     errors. That of sampling is in `std_err` and falls with `k`. That of the quadrature,
     which no number of probes reduces, falls with `num_steps`: for `Log`, `Inverse`,
     `Entropy` and fractional `Power` below 2, the truth for each probe is inside
-    `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`. If that
-    is wider than `std_err`, more steps or a preconditioner help, and more probes do not.
+    `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`; for
+    others it is estimated. [`traceax.Solution.interval`][] counts both errors. Where the
+    second is larger, more steps or a preconditioner help, and more probes do not.
 
     Cost: `k * num_steps` products, by Golub-Kahan as many with the adjoint besides.
     Memory: `num_steps` vectors of length n for each probe of a block; with `window=0` and
