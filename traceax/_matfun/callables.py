@@ -42,8 +42,8 @@ def _identity(x: Any) -> Hashable:
 
 
 def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
-    """All that a jaxpr says, with its variables numbered. Derivative rules in it cannot be
-    compared: there it is that of `function`, and of no other."""
+    """All that a jaxpr says, with its variables numbered. Derivative rules in it cannot
+    be compared: there it is that of `function`, and of no other."""
     numbers: dict[Any, int] = {}
 
     def atom(x):
