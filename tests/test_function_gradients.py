@@ -256,3 +256,10 @@ def test_callables_with_the_same_code_compile_once():
     compiled, found = calls(lambda s: lambda x: jnp.exp(s * x), [-1.0, -3.0])
     assert compiled == 1
     assert found[0] != found[1]
+
+
+def test_callables_with_derivative_rules_compile_once_if_the_same_object():
+    compiled, _ = calls(lambda _: jax.nn.relu, range(2))
+    assert compiled == 0
+    compiled, _ = calls(lambda _: lambda x: 2 * jax.nn.relu(x), range(2))
+    assert compiled == 1

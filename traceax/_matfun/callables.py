@@ -15,12 +15,13 @@ from .functions import AbstractSpectralFunction
 
 
 class _Code:
-    """A jaxpr, equal to any that says the same: so two lambdas with the same code share
-    one compiled program."""
+    """The jaxpr of a callable, equal to any that says the same: so two lambdas with the
+    same code share one compiled program."""
 
-    def __init__(self, jaxpr: Jaxpr):
+    def __init__(self, jaxpr: Jaxpr, function: Callable):
         self.jaxpr = jaxpr
-        self._key = _content(jaxpr)
+        self._function = function
+        self._key = _content(jaxpr, _identity(function))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Code) and self._key == other._key
@@ -32,9 +33,17 @@ class _Code:
         return str(self.jaxpr)
 
 
-def _content(jaxpr: Jaxpr) -> Hashable:
-    """All that a jaxpr says, with its variables numbered. What cannot be compared stands
-    for itself, and lives as long as the jaxpr does."""
+def _identity(x: Any) -> Hashable:
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)
+    return x
+
+
+def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
+    """All that a jaxpr says, with its variables numbered. Derivative rules in it cannot
+    be compared: there it is that of `function`, and of no other."""
     numbers: dict[Any, int] = {}
 
     def atom(x):
@@ -44,17 +53,20 @@ def _content(jaxpr: Jaxpr) -> Hashable:
 
     def parameter(x):
         if isinstance(x, ClosedJaxpr):
-            return _content(x.jaxpr), tuple(map(id, x.consts))
+            return _content(x.jaxpr, function), tuple(map(id, x.consts))
         if isinstance(x, Jaxpr):
-            return _content(x)
+            return _content(x, function)
         if isinstance(x, tuple | list):
             return tuple(map(parameter, x))
-        return x if isinstance(x, Hashable) else id(x)
+        return _identity(x)
 
     def equation(each):
-        parameters = ((name, parameter(x)) for name, x in each.params.items())
-        atoms = map(atom, [*each.invars, *each.outvars])
-        return each.primitive, frozenset(parameters), tuple(atoms)
+        parameters = each.params.items()
+        if ruled := each.primitive.name.startswith("custom_"):
+            parameters = ((k, x) for k, x in parameters if isinstance(x, ClosedJaxpr))
+        content = frozenset((name, parameter(x)) for name, x in parameters)
+        atoms = tuple(map(atom, [*each.invars, *each.outvars]))
+        return each.primitive, content, atoms, function if ruled else None
 
     inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
     body = tuple(map(equation, jaxpr.eqns))
@@ -105,4 +117,6 @@ def _traced(function: Callable[[Array], Any], dtype: DTypeLike) -> _Callable:
             f"an array of shape () and dtype {dtype} to one of shape {value.shape} and "
             f"dtype {value.dtype}."
         )
-    return _Callable([jnp.asarray(x) for x in closed.consts], _Code(closed.jaxpr))
+    return _Callable(
+        [jnp.asarray(x) for x in closed.consts], _Code(closed.jaxpr, function)
+    )
