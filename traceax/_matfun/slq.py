@@ -14,6 +14,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, first_failure
+from .arnoldi import Arnoldi
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -57,9 +58,10 @@ class SLQEstimator(AbstractFunctionEstimator):
     **Attributes:**
 
     - `sampler`: distribution of the probes.
-    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][] or
-        [`traceax.GolubKahan`][], or a [`traceax.AbstractKrylovMethod`][] of your own.
-        `None` takes the first of these that fits the operator and the function.
+    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][],
+        [`traceax.GolubKahan`][] or [`traceax.Arnoldi`][], or a
+        [`traceax.AbstractKrylovMethod`][] of your own. `None` takes the first of these
+        that fits the operator and the function.
     - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
         operator, singular value), such as the noise variance of a Gaussian process.
         Brackets are proven with it, and tight; where a Ritz value is below it, that
@@ -180,7 +182,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         )
 
 
-_METHODS = (Lanczos(), GolubKahan())
+_METHODS = (Lanczos(), GolubKahan(), Arnoldi())
 
 
 SLQEstimator.__init__.__doc__ = """**Arguments:**
