@@ -157,7 +157,8 @@ class Inverse(AbstractSpectralFunction):
             return tx.trace_of_function(operator, function, k=2, num_steps=2).value
 
         print(f"{trace(0.0):.3f}")  # 0.750
-        print(jax.vmap(trace)(jnp.array([1.0, 2.0])))  # [0.533 0.417]
+        first, second = jax.vmap(trace)(jnp.array([1.0, 2.0]))
+        print(f"{first:.3f} {second:.3f}")  # 0.533 0.417
         ```
 
     **Attributes:**
