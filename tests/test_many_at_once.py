@@ -84,8 +84,9 @@ def test_vmap_over_parameters_costs_no_product(name):
     assert len(calls) == single
 
 
-@pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "Arnoldi"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("tags", "dtype"), [(PSD, np.float32), (PSD, np.float64), ((), np.float64)]
+)
 def test_shifted_inverse(tags, dtype):
     """That of the operator with the shift on its diagonal: values, and derivatives in the
     operator and in the shift; and the exact answer."""
