@@ -93,11 +93,11 @@ def trace_of_function(
         [`traceax.Exp`][], [`traceax.Entropy`][], another
         [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a real
         number, differentiable by JAX; without a tag it is called with complex numbers. It
-        is traced at each call. Those of the same code,
-        as a lambda in a loop, share one compiled program: arrays that it closes over are
-        arguments of that, Python numbers constants. Where derivative rules are inside
-        (`jax.custom_jvp`, as in `jax.nn.relu`), it has to be the same object too: define
-        it once, outside of the loop.
+        is traced at each call. Those of the same code, as a lambda in a loop, share one
+        compiled program: arrays that it closes over are arguments of that, Python numbers
+        constants. Where derivative rules are inside (`jax.custom_jvp`, as in
+        `jax.nn.relu`), it has to be the same object too: define it once, outside of the
+        loop.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
