@@ -114,6 +114,17 @@ def function_trace(function, estimator=tx.SLQEstimator()):
     return run
 
 
+def general_function_trace(matrix, key, throw=True):
+    operator = dense(matrix + jnp.triu(matrix, 1) / 4, ())
+    settings = SETTINGS | {"key": key, "throw": throw}
+    return arrays_of(tx.trace_of_function(operator, tx.Exp(-0.5), **settings))
+
+
+def log_trace_exp(matrix, key, throw=True):
+    settings = SETTINGS | {"key": key, "throw": throw}
+    return arrays_of(tx.log_trace_exp(dense(matrix), 2.0, **settings))
+
+
 def damped(x):
     return x * jnp.exp(-x)
 
@@ -189,6 +200,8 @@ FUNCTIONS = {
     "power": function_trace(tx.Power(-1)),
     "exp": function_trace(tx.Exp(-0.5)),
     "callable": function_trace(damped),
+    "exp-general": general_function_trace,
+    "log-trace-exp": log_trace_exp,
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
     "action": action,
     "hessian": curved(hessian),

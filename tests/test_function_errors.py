@@ -76,6 +76,9 @@ both = pytest.mark.parametrize("call", [logdet, trace_of_exp])
 OPERATOR_CALLS = {
     "logdet": logdet,
     "trace_of_function": trace_of_exp,
+    "log_trace_exp": lambda operator: tx.log_trace_exp(
+        operator, k=4, num_steps=3, key=KEY
+    ),
     "function_of": lambda operator: tx.function_of(operator, tx.Exp(), 3),
     "nystrom": lambda operator: tx.nystrom_preconditioner(operator, 3, key=KEY),
     "pivoted_cholesky": lambda operator: tx.pivoted_cholesky_preconditioner(operator, 3),
@@ -283,8 +286,7 @@ def test_krylov_is_no_method():
     ],
     ids=["real", "complex", "complex-symmetric"],
 )
-@pytest.mark.parametrize("name", ["trace_of_function", "function_of"])
-def test_missing_tag(name, matrix, tags, fix):
+def test_missing_tag(matrix, tags, fix):
     parts = [
         "`operator` must be Hermitian",
         "Found `operator` of type FunctionLinearOperator without",
@@ -292,7 +294,8 @@ def test_missing_tag(name, matrix, tags, fix):
         "`lineax.positive_semidefinite_tag`",
     ]
     operator = matrix_free(matrix, tags)
-    check(ValueError, parts, lambda: OPERATOR_CALLS[name](operator))
+    for name in ("log_trace_exp", "function_of"):
+        check(ValueError, parts, lambda name=name: OPERATOR_CALLS[name](operator))
 
 
 @pytest.mark.parametrize("tags", [(), lx.symmetric_tag, NSD])

@@ -9,7 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from traceax._kernel.dense import eigh
-from traceax._kernel.golub_kahan import golub_kahan
+from traceax._kernel.golub_kahan import (
+    golub_kahan_advance,
+    golub_kahan_run,
+    golub_kahan_start,
+)
 from traceax._kernel.lanczos import block_lanczos, lanczos
 from traceax._kernel.quadrature import Compression, radau, ritz
 
@@ -41,7 +45,10 @@ def block_lanczos_of(matrix, start, num_steps, eps):
 @eqx.filter_jit
 def golub_kahan_of(matrix, start, num_steps, window=None, eps=1e-16):
     products = (lambda v: matrix @ v), (lambda v: matrix.conj().T @ v)
-    return golub_kahan(*products, start, num_steps, window=window, eps=eps)
+    state = golub_kahan_start(products[0], start, num_steps)
+    settings = {"window": window, "eps": eps}
+    state = golub_kahan_advance(*products, state, 0, num_steps, **settings)
+    return golub_kahan_run(state, num_steps)
 
 
 rule = jax.jit(ritz)
@@ -50,7 +57,8 @@ rule = jax.jit(ritz)
 @jax.jit
 def extended_rule(alpha, beta, end):
     matrix = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
-    return eigh(radau(Compression(matrix, beta[-1:, None], *eigh(matrix)), end))
+    border = jnp.zeros_like(beta).at[-1].set(beta[-1])[None]
+    return eigh(radau(Compression(matrix, border, *eigh(matrix)), end))
 
 
 def as_numpy(run):

@@ -20,13 +20,13 @@ LEVELS = [
     "_checks _quantity",
     "_adaptive",
     "_kernel.dense",
-    "_kernel.lanczos _kernel.growth _kernel.leave_one_out",
+    "_kernel.lanczos _kernel.small_matrix _kernel.growth _kernel.leave_one_out",
     "_sampler _kernel.expansion _kernel.[!tx]* _operator.* _matfun.functions",
-    "_execution _kernel.* _matfun.callables",
+    "_execution _kernel.* _matfun.callables _matfun.singular_functions",
     "_gradient _sharded _iterate",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues _matfun.krylov",
-    "_matfun.steps",
+    "_matfun.steps _matfun.arnoldi",
     "_estimator.base _matfun.base _matfun.preconditioner",
     "_estimator.sketch",
     "_estimator.growing",
@@ -34,11 +34,12 @@ LEVELS = [
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto* plot",
     "_measure",
-    "_trace _trace_of_function _logdet _diagonal _norms _schatten",
+    "_trace _trace_of_function _log_trace_exp _logdet _diagonal _norms _schatten",
     "_dynamic internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}
+FACTORISATIONS |= {"eig", "eigvals", "eigvalsh", "expm", "schur"}
 every_module = pytest.mark.parametrize("module", FILES)
 
 

@@ -44,10 +44,22 @@ def logdet(matrix, key, k):
     return tx.logdet(matrix_free(matrix, PSD), k=k, key=key, num_steps=4)
 
 
+def of_general_matrix(matrix, key, k):
+    settings = {"k": k, "key": key, "num_steps": 4}
+    return tx.trace_of_function(matrix_free(matrix), jnp.tanh, **settings)
+
+
+def log_trace_exp(matrix, key, k):
+    operator = matrix_free(matrix, PSD)
+    return tx.log_trace_exp(operator, 2.0, k=k, key=key, num_steps=4)
+
+
 CALLS = {
     **{str(case): trace(case.estimator) for case in CASES},
     "SLQ": of_exponential(tx.SLQEstimator()),
     "logdet": logdet,
+    "Arnoldi": of_general_matrix,
+    "log_trace_exp": log_trace_exp,
 }
 
 

@@ -56,7 +56,9 @@ from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local
 from ._flat import hermitian_tag as hermitian_tag
+from ._log_trace_exp import log_trace_exp as log_trace_exp
 from ._logdet import logdet as logdet
+from ._matfun.arnoldi import Arnoldi as Arnoldi
 from ._matfun.base import AbstractFunctionEstimator as AbstractFunctionEstimator
 from ._matfun.function_of import function_of as function_of
 from ._matfun.functions import (

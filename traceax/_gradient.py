@@ -86,9 +86,10 @@ class SolvedFrame(AbstractFrame):
 
     def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
         structure = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
-        tags = lx.positive_semidefinite_tag if self.hermitian else ()
+        definite = self.hermitian and operator.hermitian
+        tags = lx.positive_semidefinite_tag if definite else ()
         matrix = lx.FunctionLinearOperator(operator.fn, structure, tags)
-        if not self.hermitian:
+        if not definite:
             matrix = lx.conj(matrix.transpose())
 
         def solve(column):

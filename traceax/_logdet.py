@@ -13,10 +13,11 @@ from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.functions import AbstractSpectralFunction, Log, SingularLog
+from ._matfun.functions import AbstractSpectralFunction, Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.preconditioned import Preconditioned
 from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.singular_functions import SingularLog
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._matfun.structured import SignLog, structured_log_det

@@ -17,8 +17,8 @@ from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
-from ._matfun.functions import SingularPower
 from ._matfun.gradients import LanczosGradient
+from ._matfun.singular_functions import SingularPower
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._quantity import AbstractQuantity, SchattenNorm

@@ -344,11 +344,13 @@ def _interval(
     quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
 
     def end(side, value, std_err, bounds=None):
+        beyond = 0
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
-            value = jnp.where(side * (bound - value) > 0, bound, value)
+            beyond = jnp.maximum(side * (bound - value.real), 0)
         unit = 1 + 1j if jnp.iscomplexobj(value) else 1
-        return value + side * unit * quantile.astype(std_err.dtype) * std_err
+        half = beyond + quantile.astype(std_err.dtype) * std_err
+        return value + side * unit * half
 
     leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
     low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))

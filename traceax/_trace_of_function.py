@@ -7,9 +7,9 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_instance, check_operator
+from ._checks import check_instance, check_operator
 from ._execution import AbstractExecution, Local
-from ._flat import dtypes, flatten
+from ._flat import dtypes, flatten, is_hermitian
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.callables import as_spectral_function
@@ -65,7 +65,7 @@ def trace_of_function(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate $\\mathrm{tr} f(A)$ for a Hermitian operator from products with vectors.
+    """Estimate $\\mathrm{tr} f(A)$ for a square operator from products with vectors.
 
     !!! Example
 
@@ -85,22 +85,24 @@ def trace_of_function(
 
     **Arguments:**
 
-    - `operator`: a Hermitian `lineax.AbstractLinearOperator`, and tagged so: symmetric,
-        positive or negative semidefinite, or in complex arithmetic with
-        `traceax.hermitian_tag`.
+    - `operator`: a square `lineax.AbstractLinearOperator`. If it is Hermitian, tag it so:
+        symmetric, positive or negative semidefinite, or in complex arithmetic with
+        `traceax.hermitian_tag`. Without a tag [`traceax.Arnoldi`][] takes the place of
+        Lanczos, and more steps are needed.
     - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
         [`traceax.Exp`][], [`traceax.Entropy`][], another
         [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a real
-        number, differentiable by JAX. It is traced at each call. Those of the same code,
-        as a lambda in a loop, share one compiled program: arrays that it closes over are
-        arguments of that, Python numbers constants. Where derivative rules are inside
-        (`jax.custom_jvp`, as in `jax.nn.relu`), it has to be the same object too: define
-        it once, outside of the loop.
+        number, differentiable by JAX; without a tag it is called with complex numbers. It
+        is traced at each call. Those of the same code, as a lambda in a loop, share one
+        compiled program: arrays that it closes over are arguments of that, Python numbers
+        constants. Where derivative rules are inside (`jax.custom_jvp`, as in
+        `jax.nn.relu`), it has to be the same object too: define it once, outside of the
+        loop.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
-        n products and a dense eigendecomposition. Or [`traceax.Adaptive`][]: as many as
+        n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance.
-    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
+    - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
@@ -109,9 +111,10 @@ def trace_of_function(
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`; at most `k * num_steps` products.
-    `std_err` is the sampling error; `stats` has the entries of the estimator, among them
-    those that tell the quadrature error.
+    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex operator
+    without a tag; at most `k * num_steps` products. `std_err` is the sampling error;
+    `stats` has the entries of the estimator, among them those that tell the quadrature
+    error.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.
@@ -120,17 +123,17 @@ def trace_of_function(
 
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer; `function` does not map real numbers to real numbers.
-    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `key` is missing; `gradient` does not fit the function.
+    - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
+        missing; `gradient` does not fit the function, or `estimator` the operator.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; a product was not finite.
     """
     check_operator(operator)
-    check_hermitian(operator)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    function = as_spectral_function(function, dtypes(operator)[0])
+    dtype, hermitian = dtypes(operator)[0], is_hermitian(operator)
+    function = as_spectral_function(function, dtype, hermitian=hermitian)
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )

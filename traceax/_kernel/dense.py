@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.experimental.compute_on as _compute_on
 import jax.numpy as jnp
+import jax.random as jr
+import jax.scipy.linalg
 from jaxtyping import Array, Inexact, Real
 
 
@@ -78,6 +80,57 @@ def svd(
     """Reduced singular value decomposition; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
+
+
+@_door
+def _eig(x: Array) -> tuple[Array, Array, Array]:
+    def attempt(x):
+        values, vectors = jnp.linalg.eig(x)
+        inverse = jnp.linalg.inv(vectors)
+        return values, vectors, inverse
+
+    def apart():
+        noise = jr.normal(jr.key(0), x.shape, x.dtype) / len(x)
+        return attempt(x + eps**0.5 * jnp.linalg.norm(x) * noise)
+
+    eps = float(jnp.finfo(x.dtype).eps)
+    found = attempt(x)
+    condition = jnp.linalg.norm(found[1]) * jnp.linalg.norm(found[2]) / len(x)
+    return jax.lax.cond(condition <= eps ** (-2 / 3), lambda: found, apart)
+
+
+def eig(
+    x: Inexact[Array, "m m"],
+) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+    """Eigenvalues of any square matrix, eigenvectors and their inverse; always complex.
+
+    Of a matrix that is defective, or nearly so, they would have no correct digit. There
+    they are those of one at a random distance of the root of the roundoff, which has half
+    of them (Davies, SIAM J. Matrix Anal. Appl. 29, 2008). There is none on a TPU.
+    """
+    x, scale = normalise(x)
+    values, vectors, inverse = _eig(x)
+    return scale * values, vectors, inverse
+
+
+@_door
+def _inverse(x: Array) -> tuple[Array]:
+    return (jnp.linalg.inv(x),)
+
+
+def inverse(x: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """Of any square matrix; not finite if it is singular."""
+    return _inverse(x)[0]
+
+
+@_door
+def _expm(x: Array) -> tuple[Array]:
+    return (jax.scipy.linalg.expm(x, max_squarings=32),)
+
+
+def expm(x: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The exponential of any square matrix, by scaling and squaring."""
+    return _expm(x)[0]
 
 
 def _gram_qr(x: Array) -> tuple[Array, Array]:

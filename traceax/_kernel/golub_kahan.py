@@ -41,24 +41,6 @@ class GolubKahanState(eqx.Module):
     norm: Real[Array, ""]
 
 
-def golub_kahan(
-    mv: Callable[[Array], Array],
-    adjoint_mv: Callable[[Array], Array],
-    start: Inexact[Array, " n"],
-    num_steps: int,
-    *,
-    window: int | None = None,
-    eps: float,
-) -> GolubKahan:
-    """`num_steps` steps of bidiagonalisation, each with one product with A and one with
-    its adjoint. `window` and `eps` as for `lanczos`. Golub and Kahan, SIAM J. Numer.
-    Anal. 2, 1965; lower-to-upper variant as in Paige and Saunders, ACM TOMS 8, 1982."""
-    products = mv, adjoint_mv
-    state = golub_kahan_start(mv, start, num_steps)
-    state = golub_kahan_advance(*products, state, 0, num_steps, window=window, eps=eps)
-    return golub_kahan_run(state, num_steps)
-
-
 def golub_kahan_start(
     mv: Callable[[Array], Array], start: Inexact[Array, " n"], most: int
 ) -> GolubKahanState:
@@ -83,7 +65,10 @@ def golub_kahan_advance(
     window: int | None = None,
     eps: float,
 ) -> GolubKahanState:
-    """Steps from number `first` on, before number `last`."""
+    """Steps from number `first` on, before number `last`, of bidiagonalisation, each with
+    one product with A and one with its adjoint. `window` and `eps` as for `lanczos`. Golub
+    and Kahan, SIAM J. Numer. Anal. 2, 1965; lower-to-upper variant as in Paige and
+    Saunders, ACM TOMS 8, 1982."""
     dtype = state.carry[0].dtype
 
     def clean(x, rows, j):

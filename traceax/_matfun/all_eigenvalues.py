@@ -1,12 +1,14 @@
 """Traces of functions by a dense factorisation, from n products."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import attach
 from .._kernel.dense import eigh, svd
+from .._kernel.small_matrix import rounded
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -19,10 +21,12 @@ def exact_trace_of_function(
     gradient: AbstractFunctionGradient,
     execution: AbstractExecution,
 ) -> Estimate:
-    """The sum of `function` over the eigenvalues of a Hermitian operator, or over the
+    """The sum of `function` over the eigenvalues of a square operator, or over the
     singular values of one with at least as many rows as columns."""
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator.frozen, eye)
+    if not operator.hermitian and not function.of_singular_values:
+        return _of_general_matrix(operator, matrix, function, gradient, execution)
     if function.of_singular_values:
         left, nodes, right = svd(matrix)
         noise, ends = 0.0, [-1, 0]
@@ -40,8 +44,7 @@ def exact_trace_of_function(
     extra = {"ritz_values": extremes}
     if function.bracketed:
         extra["bracket"] = jnp.stack([value, value])
-    zero = jnp.zeros_like(change)
-    bounds = jnp.stack([value - change, zero, value + change, zero]).reshape(2, 2)
+    bounds = _bounds(value, change)
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
     frame = gradient.frame(function, left, eye, eye)
@@ -55,6 +58,47 @@ def exact_trace_of_function(
         result=result,
         extra=extra,
         bounds=bounds,
+    )
+
+
+def _bounds(value: Real[Array, ""], change: Real[Array, ""]) -> Real[Array, "2 2"]:
+    zero = jnp.zeros_like(change)
+    return jnp.stack([value - change, zero, value + change, zero]).reshape(2, 2)
+
+
+def _of_general_matrix(
+    operator: FlatOperator,
+    matrix: Inexact[Array, "n n"],
+    function: AbstractSpectralFunction,
+    gradient: AbstractFunctionGradient,
+    execution: AbstractExecution,
+) -> Estimate:
+    with jax.default_matmul_precision("highest"):
+        of_matrix, slopes = function.of_matrix(matrix)
+        again, _ = function.of_matrix(rounded(matrix, operator.eps).T)
+    terms = jnp.diagonal(of_matrix)
+    value, change = jnp.sum(terms), jnp.abs(jnp.sum(jnp.diagonal(again) - terms))
+    real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
+    extremes = real_parts[jnp.array([0, -1])]
+    in_domain = check_domain(function, operator, extremes, value)
+    # Besides, terms may cancel in each entry of the diagonal.
+    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * jnp.linalg.norm(of_matrix)
+    size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
+    lost = jnp.isfinite(change) & (change > size)
+    left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
+    frame = gradient.frame(function, left, eye, eye)
+    extra = {"ritz_values": extremes}
+    if function.bracketed:
+        extra["bracket"] = jnp.stack([value.real, value.real])
+    return Estimate(
+        value=attach(operator, value, frame, execution=execution),
+        std_err=jnp.zeros_like(value.real),
+        samples=value[None],
+        num_matvecs=operator.size,
+        rounding=0.0,
+        result=first_failure(in_domain, failure(lost, RESULTS.precision_lost)),
+        extra=extra,
+        bounds=_bounds(value.real, change),
     )
 
 

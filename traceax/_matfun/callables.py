@@ -74,8 +74,8 @@ def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
 
 
 class _Callable(AbstractSpectralFunction):
-    """A user's function of one real number, traced. Arrays that it closes over are
-    leaves."""
+    """A user's function of one number, traced for real or for complex ones. Arrays that
+    it closes over are leaves."""
 
     arrays: list[Array]
     code: _Code = eqx.field(static=True)
@@ -86,11 +86,20 @@ class _Callable(AbstractSpectralFunction):
 
     def __call__(self, x):
         function = jaxpr_as_fun(ClosedJaxpr(self.code.jaxpr, self.arrays))
-        (values,) = jax.vmap(function)(x)
-        return values.astype(x.dtype)
+        dtype = self.code.jaxpr.invars[0].aval.dtype  # pyright: ignore
+        (values,) = jax.vmap(function)(_as_dtype(x, dtype))
+        return _as_dtype(values, x.dtype)
 
 
-def as_spectral_function(function: Any, dtype: DTypeLike) -> AbstractSpectralFunction:
+def _as_dtype(x: Array, dtype: DTypeLike) -> Array:
+    """Eigenvalues that are known to be real may come as complex numbers."""
+    keep = jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (x.real if keep else x).astype(dtype)
+
+
+def as_spectral_function(
+    function: Any, dtype: DTypeLike, *, hermitian: bool = True
+) -> AbstractSpectralFunction:
     """The function, or a callable traced for an eigenvalue of an operator of `dtype`."""
     if isinstance(function, AbstractSpectralFunction):
         return function
@@ -102,16 +111,21 @@ def as_spectral_function(function: Any, dtype: DTypeLike) -> AbstractSpectralFun
             f"the eigenvalues. Found {found}. Pass, for example, `traceax.Log()` or "
             "`jnp.tanh`."
         )
-    return _traced(function, jnp.finfo(dtype).dtype)
+    real = jnp.finfo(dtype).dtype
+    if hermitian:
+        return _traced(function, real, jnp.floating)
+    if real == dtype:
+        _traced(function, real, jnp.floating)
+    return _traced(function, jnp.result_type(real, jnp.complex64), jnp.inexact)
 
 
-def _traced(function: Callable[[Array], Any], dtype: DTypeLike) -> _Callable:
+def _traced(function: Callable[[Array], Any], dtype: DTypeLike, kind: Any) -> _Callable:
     with standard_promotion():
         closed = jax.make_jaxpr(lambda x: jnp.asarray(function(x)))(
             jax.ShapeDtypeStruct((), dtype)
         )
     (value,) = closed.out_avals
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+    if value.shape != () or not jnp.issubdtype(value.dtype, kind):
         raise TypeError(
             "`function` must map a real number to a real number. Found that it maps "
             f"an array of shape () and dtype {dtype} to one of shape {value.shape} and "

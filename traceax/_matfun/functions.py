@@ -1,15 +1,18 @@
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
-from jaxtyping import Array, Real, Scalar
+from jaxtyping import Array, Inexact, Scalar
+
+from .._kernel.small_matrix import by_eigenvalues, exponential, power, shifted_inverse
 
 
 class AbstractSpectralFunction(eqx.Module):
-    """A real function $f$ of the eigenvalues of a Hermitian operator.
+    """A function $f$ of the eigenvalues of an operator: real on real numbers, and, for
+    operators that are not Hermitian, analytic around their eigenvalues.
 
     To write one, subclass, give the attributes and define `__call__`. A plain callable
     will do too wherever a function is asked for; it is taken to be defined on all reals.
@@ -59,21 +62,46 @@ class AbstractSpectralFunction(eqx.Module):
     of_singular_values: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def __call__(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+    def __call__(self, x: Inexact[Array, " s"]) -> Inexact[Array, " s"]:
         """The function, elementwise.
 
         **Arguments:**
 
-        - `x`: eigenvalues, a real array of shape `(s,)`.
+        - `x`: eigenvalues, an array of shape `(s,)`, real for Hermitian operators.
 
         **Returns:**
 
-        A real array of the same shape and dtype.
+        An array of the same shape and dtype.
         """
 
-    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+    def derivative(self, x: Inexact[Array, " s"]) -> Inexact[Array, " s"]:
         """The derivative, elementwise; by default `jax.jvp` of `__call__`."""
         return jax.jvp(self, (x,), (jnp.ones_like(x),))[1]
+
+    def of_matrix(
+        self, matrix: Inexact[Array, "s s"]
+    ) -> tuple[Inexact[Array, "s s"], Inexact[Array, "s s"]]:
+        """The function and its derivative of a small matrix, for operators that are not
+        Hermitian; by default from its eigenvalues and eigenvectors. Without a correct
+        digit where those are ill conditioned beyond repair, which is noticed and
+        reported. A method of its own is better wherever there is one.
+
+        **Arguments:**
+
+        - `matrix`: M, any square matrix, real or complex, constant to derivatives.
+
+        **Returns:**
+
+        $f(M)$ and $f'(M)$, of the shape and dtype of `matrix`, not finite where they are
+        not defined.
+        """
+        return by_eigenvalues(
+            self,
+            self.derivative,
+            matrix,
+            semidefinite_domain=self.semidefinite_domain,
+            singular_at_zero=self.singular_at_zero,
+        )
 
     @property
     def derivative_by_solves(self) -> tuple[float, int] | None:
@@ -111,50 +139,77 @@ class Log(AbstractSpectralFunction):
         return 1.0, 1
 
 
-class SingularLog(AbstractSpectralFunction):
-    """The logarithm of singular values, whose sum is `log |det A|`."""
-
-    semidefinite_domain: ClassVar[bool] = True
-    singular_at_zero: ClassVar[bool] = True
-    bracketed: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = False
-    of_singular_values: ClassVar[bool] = True
-
-    def __call__(self, x):
-        return jnp.log(x)
-
-    @property
-    def derivative_by_solves(self) -> tuple[float, int] | None:
-        return 1.0, 1
-
-
 class Inverse(AbstractSpectralFunction):
-    """$1 / x$. Domain: `x > 0`.
+    """$1 / (x + s)$. Domain: `x > 0`; with a positive shift s `x >= 0`.
 
     !!! Example
 
         ```python
+        import jax
         import jax.numpy as jnp
         import lineax as lx
         import traceax as tx
 
         operator = lx.DiagonalLinearOperator(jnp.array([2.0, 4.0]))
-        solution = tx.trace_of_function(operator, tx.Inverse(), k=2, num_steps=2)
-        print(f"{solution.value:.3f}")  # 0.750
+
+        def trace(shift):
+            function = tx.Inverse(shift)
+            return tx.trace_of_function(operator, function, k=2, num_steps=2).value
+
+        print(f"{trace(0.0):.3f}")  # 0.750
+        first, second = jax.vmap(trace)(jnp.array([1.0, 2.0]))
+        print(f"{first:.3f} {second:.3f}")  # 0.533 0.417
         ```
+
+    **Attributes:**
+
+    - `shift`: s, a real number or array of shape `()`, in which derivatives work. An
+        array must be positive; where it is not, the result is NaN.
     """
 
+    shift: Scalar | float = 0.0
     semidefinite_domain: ClassVar[bool] = True
-    singular_at_zero: ClassVar[bool] = True
     bracketed: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = True
 
+    def __check_init__(self):
+        if isinstance(self.shift, int | float) and not self.shift >= 0:
+            raise ValueError(
+                f"`shift` must not be negative. Found {self.shift!r}. Shift the operator."
+            )
+
+    @property
+    def _shifted(self) -> bool:
+        return not isinstance(self.shift, int | float) or self.shift > 0
+
+    @property
+    def singular_at_zero(self) -> bool:  # pyright: ignore
+        return not self._shifted
+
     def __call__(self, x):
-        return 1 / x
+        return 1 / (x + self._positive(x.dtype))
+
+    def of_matrix(self, matrix):
+        value = shifted_inverse(self._positive(matrix.dtype), matrix)
+        return value, -jnp.matmul(value, value, precision="highest")
+
+    def _positive(self, dtype: Any) -> Scalar:
+        shift = jnp.asarray(self.shift, dtype)
+        return jnp.where(shift.real > 0, shift, jnp.nan) if self._shifted else shift
 
     @property
     def derivative_by_solves(self) -> tuple[float, int] | None:
-        return -1.0, 2
+        return None if self._shifted else (-1.0, 2)
+
+
+Inverse.__init__.__doc__ = """**Arguments:**
+
+- `shift`: what is added to the eigenvalues. Default is 0.
+
+**Raises:**
+
+`ValueError` for a negative number.
+"""
 
 
 class Power(AbstractSpectralFunction):
@@ -220,34 +275,16 @@ class Power(AbstractSpectralFunction):
     def __call__(self, x):
         return x ** int(self.exponent) if self._whole else x**self.exponent
 
+    def of_matrix(self, matrix):
+        if not self._whole:
+            return super().of_matrix(matrix)
+        return power(matrix, int(self.exponent))
+
     @property
     def derivative_by_solves(self) -> tuple[float, int] | None:
         if self.exponent < 0 and self._whole:
             return float(self.exponent), 1 - int(self.exponent)
         return None
-
-
-class SingularPower(AbstractSpectralFunction):
-    """`s^p` of singular values, for a real p > 0."""
-
-    exponent: float = eqx.field(static=True)
-    semidefinite_domain: ClassVar[bool] = True
-    singular_at_zero: ClassVar[bool] = False
-    nonnegative: ClassVar[bool] = True
-    of_singular_values: ClassVar[bool] = True
-
-    def __init__(self, exponent: float):
-        self.exponent = exponent
-
-    @property
-    def bracketed(self) -> bool:  # pyright: ignore
-        return self.exponent < 4 and self.exponent != 2
-
-    def __call__(self, x):
-        return x**self.exponent
-
-    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
-        return self.exponent * x ** (self.exponent - 1)
 
 
 class Exp(AbstractSpectralFunction):
@@ -279,6 +316,11 @@ class Exp(AbstractSpectralFunction):
 
     def __call__(self, x):
         return jnp.exp(jnp.asarray(self.scale, x.dtype) * x)
+
+    def of_matrix(self, matrix):
+        scale = jnp.asarray(self.scale, matrix.dtype)
+        value = exponential(scale, matrix)
+        return value, scale * value
 
 
 Exp.__init__.__doc__ = """**Arguments:**
@@ -312,5 +354,5 @@ class Entropy(AbstractSpectralFunction):
     def __call__(self, x):
         return -xlogy(x, x)
 
-    def derivative(self, x: Real[Array, " s"]) -> Real[Array, " s"]:
+    def derivative(self, x: Inexact[Array, " s"]) -> Inexact[Array, " s"]:
         return -1 - jnp.log(x)

@@ -197,8 +197,8 @@ class SolveGradient(AbstractFunctionGradient):
         if power is None:
             raise ValueError(
                 "`gradient=traceax.SolveGradient(...)` needs a function whose derivative "
-                "is a negative whole power: `traceax.Log`, `traceax.Inverse` or "
-                f"`traceax.Power` of a negative whole number. Found "
+                "is a negative whole power: `traceax.Log`, `traceax.Inverse` without a "
+                f"shift or `traceax.Power` of a negative whole number. Found "
                 f"`{type(function).__name__}`. Use `traceax.LanczosGradient()` for a "
                 "first derivative. There is no second one in the operator for such a "
                 "function: take differences of first ones, with the same key."

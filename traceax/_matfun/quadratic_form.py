@@ -29,10 +29,11 @@ class QuadraticForm(eqx.Module):
         these are known to be on both sides, and estimated elsewhere.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
-    - `extremes`: smallest and largest Ritz value.
+    - `extremes`: smallest and largest Ritz value; for operators that are not Hermitian
+        those of the Hermitian part, between which the real parts of all are.
     """
 
-    value: Real[Array, ""]
+    value: Inexact[Array, ""]
     square: Real[Array, ""]
     left: Inexact[Array, "r m"]
     right: Inexact[Array, "r n"]
@@ -88,16 +89,18 @@ def check_domain(
     function: AbstractSpectralFunction,
     operator: FlatOperator,
     extremes: Real[Array, "2"],
-    value: Real[Array, ""],
+    value: Inexact[Array, ""],
 ) -> Any:
-    """Whether Ritz values left the domain of `function`, beyond rounding."""
+    """Whether Ritz values left the domain of `function`, beyond rounding. Where they are
+    not real, it is not finite then."""
     smallest, largest = extremes
     size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
     how: Any = RESULTS.outside_domain
     outside = jnp.isfinite(size) & ~jnp.isfinite(value)
-    if function.semidefinite_domain:
+    real = operator.hermitian or function.of_singular_values
+    if real and function.semidefinite_domain:
         outside = smallest < -operator.eps * operator.size**0.5 * size
-    if function.singular_at_zero:
+    if real and function.singular_at_zero:
         outside = smallest <= roundoff(extremes, operator.eps)
         how = RESULTS.not_positive_definite
         if function.of_singular_values:

@@ -14,6 +14,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, failure, first_failure, RESULTS
+from .arnoldi import Arnoldi
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -59,9 +60,10 @@ class SLQEstimator(AbstractFunctionEstimator):
     **Attributes:**
 
     - `sampler`: distribution of the probes.
-    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][] or
-        [`traceax.GolubKahan`][], or a [`traceax.AbstractKrylovMethod`][] of your own.
-        `None` takes the first of these that fits the operator and the function.
+    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][],
+        [`traceax.GolubKahan`][] or [`traceax.Arnoldi`][], or a
+        [`traceax.AbstractKrylovMethod`][] of your own. `None` takes the first of these
+        that fits the operator and the function.
     - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
         operator, singular value), such as the noise variance of a Gaussian process.
         Brackets are proven with it, and tight; where a Ritz value is below it, that
@@ -125,7 +127,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 value, *bracket = map(k.size, ends)
                 aimed = k.tolerance(value)
             else:
-                aimed = jnp.maximum(square - value**2 / operator.size, 0)
+                aimed = jnp.maximum(square - jnp.abs(value) ** 2 / operator.size, 0)
                 aimed = jnp.sqrt(2 * aimed / k)
             low, high = bracket
             half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
@@ -213,7 +215,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         )
 
 
-_METHODS = (Lanczos(), GolubKahan())
+_METHODS = (Lanczos(), GolubKahan(), Arnoldi())
 
 
 SLQEstimator.__init__.__doc__ = """**Arguments:**

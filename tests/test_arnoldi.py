@@ -1,0 +1,542 @@
+"""Traces of functions of operators that are not Hermitian: the Arnoldi run by its
+defining identity, functions of small matrices, and estimates against dense linear
+algebra."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.linalg
+
+import traceax as tx
+from traceax._kernel.arnoldi import arnoldi_advance, arnoldi_run, arnoldi_start
+from traceax._matfun.callables import as_spectral_function
+from traceax.internal import flatten
+
+from .helpers import hermitian, matrix_free, z_score
+
+
+N = 24
+KEY = jr.key(0)
+
+
+def normal(seed, shape, dtype=np.float64):
+    parts = np.random.default_rng(seed).standard_normal((2, *shape))
+    is_complex = np.issubdtype(dtype, np.complexfloating)
+    return (parts[0] + 1j * parts[1] if is_complex else parts[0]).astype(dtype)
+
+
+def nilpotent():
+    """The adjacency matrix of a directed graph without cycles, in another order."""
+    weights = np.triu(normal(1, (N, N)) * (normal(2, (N, N)) > 0.8), 1) ** 2
+    order = np.random.default_rng(3).permutation(N)
+    return weights[np.ix_(order, order)]
+
+
+def rotation():
+    angles = np.linspace(0.1, 3.0, N // 2)
+    blocks = [[[np.cos(t), -np.sin(t)], [np.sin(t), np.cos(t)]] for t in angles]
+    return scipy.linalg.block_diag(*blocks)
+
+
+def clustered():
+    """Triangular, with eigenvalues that are almost the same."""
+    return np.diag(1 + 1e-3 * normal(4, (N,))) + np.triu(normal(5, (N, N)), 1) / 4
+
+
+MATRICES = {
+    "random": lambda: 1.5 * normal(0, (N, N)) / N**0.5,
+    "nilpotent": nilpotent,
+    "rotation": rotation,
+    "clustered": clustered,
+    "Jordan block": lambda: 0.5 * np.eye(N) + np.eye(N, k=1),
+    "complex": lambda: normal(6, (N, N), complex) / N**0.5,
+    "hermitian": lambda: hermitian(7, np.linspace(-1, 2, N)),
+}
+# With spectra, and numerical ranges, to the right of the imaginary axis.
+POSITIVE = {
+    "random": lambda: 3 * np.eye(N) + normal(0, (N, N)) / N**0.5,
+    "complex": lambda: 3 * np.eye(N) + 0.7 * normal(6, (N, N), complex) / N**0.5,
+    "symmetric": lambda: hermitian(8, np.geomspace(0.1, 5, N)),
+}
+every_matrix = pytest.mark.parametrize("name", MATRICES)
+
+
+def precisions(matrix):
+    """Its own dtype and the narrow one."""
+    return [matrix.dtype, np.dtype("c8" if np.iscomplexobj(matrix) else "f4")]
+
+
+def eps_of(dtype):
+    return float(np.finfo(dtype).eps)
+
+
+def tanh_fraction(x):
+    return jnp.tanh(x) / (1 + x / 8)
+
+
+def dense(f, df):
+    """f and f' of a matrix by eigenvalues, in double precision."""
+
+    def apply(matrix):
+        values, vectors = np.linalg.eig(matrix)
+        inverse = np.linalg.inv(vectors)
+        return tuple((vectors * g(values)) @ inverse for g in (f, df))
+
+    return apply
+
+
+def dense_exp(matrix):
+    value = scipy.linalg.expm(-0.5 * matrix)
+    return value, -0.5 * value
+
+
+# With a function and its derivative of a dense matrix.
+FUNCTIONS = {
+    "exp": (tx.Exp(-0.5), dense_exp),
+    "cube": (tx.Power(3), dense(lambda x: x**3, lambda x: 3 * x**2)),
+    "constant": (tx.Power(0), dense(lambda x: x**0, lambda x: 0 * x)),
+    "inverse": (tx.Inverse(), dense(lambda x: 1 / x, lambda x: -1 / x**2)),
+    "inverse square": (tx.Power(-2), dense(lambda x: x**-2, lambda x: -2 * x**-3)),
+    "log": (tx.Log(), dense(np.log, lambda x: 1 / x)),
+    "root": (tx.Power(0.5), dense(np.sqrt, lambda x: 0.5 / np.sqrt(x))),
+    "entropy": (
+        tx.Entropy(),
+        dense(lambda x: -x * np.log(x), lambda x: -1 - np.log(x)),
+    ),
+    "callable": (
+        tanh_fraction,
+        dense(
+            lambda x: np.tanh(x) / (1 + x / 8),
+            lambda x: (
+                1 / np.cosh(x) ** 2 / (1 + x / 8) - np.tanh(x) / (1 + x / 8) ** 2 / 8
+            ),
+        ),
+    ),
+}
+
+
+@eqx.filter_jit
+def arnoldi_of(matrix, start, num_steps, scale=1.0):
+    eps = float(jnp.finfo(matrix.dtype).eps)
+    state, mv = arnoldi_start(start, num_steps), lambda v: matrix @ (v * scale)
+    return arnoldi_run(arnoldi_advance(mv, state, 0, num_steps, eps=eps), num_steps)
+
+
+@eqx.filter_jit
+def trace_of(matrix, function, key=KEY, *, k, num_steps, tags=(), estimator=None, **more):
+    operator = lx.MatrixLinearOperator(matrix, tags)
+    estimator = tx.SLQEstimator() if estimator is None else estimator
+    settings = {"k": k, "num_steps": num_steps, "key": key, "throw": False}
+    return tx.trace_of_function(operator, function, estimator, **settings, **more)
+
+
+@eqx.filter_jit
+def forms(matrix, probes, function, num_steps):
+    """What Arnoldi tells from each of the rows of `probes`."""
+    flat = flatten(lx.MatrixLinearOperator(matrix))
+    settings = function, num_steps, None, 1
+    return jax.vmap(lambda z: tx.Arnoldi().form(flat, z, *settings))(probes)
+
+
+def signs(count, dtype, seed=9):
+    return np.sign(normal(seed, (count, N))).astype(dtype)
+
+
+@every_matrix
+def test_arnoldi_relation(name):
+    matrix = MATRICES[name]()
+    for dtype in precisions(matrix):
+        a, start = matrix.astype(dtype), normal(1, (N,), dtype)
+        run = jax.tree.map(np.asarray, arnoldi_of(a, start, 12))
+        eps, basis = eps_of(dtype), run.basis.T
+        size = np.linalg.norm(a, 2)
+        assert run.matrix.dtype == basis.dtype == dtype
+        assert np.allclose(run.norm * basis[:, 0], start, rtol=20 * eps)
+        alive = np.linalg.norm(basis, axis=0) > 0
+        assert np.allclose(basis.conj().T @ basis, np.diag(alive), atol=20 * eps)
+        rest = a @ basis - basis @ run.matrix
+        assert np.linalg.norm(rest[:, :-1]) < 60 * eps * size
+        assert np.abs(np.linalg.norm(rest[:, -1]) - run.residual) < 20 * eps * size
+        assert np.all(np.tril(run.matrix, -2) == 0)
+        assert (run.residual == 0) == (not np.all(alive))
+
+
+def test_arnoldi_is_scale_invariant():
+    """Squares of the vectors' entries are beyond float32."""
+    matrix = MATRICES["random"]().astype(np.float32)
+    start = normal(1, (N,), np.float32)
+    plain = arnoldi_of(matrix, start, 10)
+    for scale in np.float32([1e-25, 1e25]):
+        scaled = arnoldi_of(matrix, start * scale, 10, scale)
+        assert np.allclose(scaled.basis, plain.basis, atol=1e-4), scale
+        assert np.allclose(scaled.matrix / scale, plain.matrix, atol=1e-5), scale
+        assert np.allclose(scaled.norm / scale, plain.norm, rtol=1e-6), scale
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_breakdown_ends_the_run_exactly(size):
+    """In an invariant subspace: of an orthogonal cycle, or from the zero vector."""
+    cycle = np.roll(np.eye(size), 1, axis=0)
+    matrix = scipy.linalg.block_diag(cycle, 3 * np.eye(N - size))
+    start = np.eye(N)[0]
+    run = arnoldi_of(matrix, start, 8)
+    assert run.residual == 0
+    assert np.all(run.basis[size:] == 0)
+    assert np.allclose(run.matrix[:size, :size], cycle)
+    assert np.all(np.asarray(run.matrix)[size:] == 0)
+    empty = arnoldi_of(matrix, 0 * start, 8)
+    assert all(np.all(x == 0) for x in jax.tree.leaves(empty))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_of_small_matrices(function):
+    """And their derivatives, of matrices whose eigenvectors are well conditioned."""
+    fn, reference = FUNCTIONS[function]
+    of_matrix = eqx.filter_jit(as_spectral_function(fn, float, hermitian=False).of_matrix)
+    for name, make in POSITIVE.items():
+        matrix = make()
+        for dtype in precisions(matrix):
+            found = of_matrix(matrix.astype(dtype))
+            for ours, exact in zip(found, reference(matrix), strict=True):
+                assert ours.dtype == dtype
+                error = np.linalg.norm(ours - exact) / (np.linalg.norm(exact) + 1)
+                assert error < 2e3 * eps_of(dtype), (name, dtype)
+
+
+@pytest.mark.parametrize("name", ["nilpotent", "clustered", "Jordan block"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_defective_matrices_keep_half_the_digits(name, dtype):
+    """By eigenvalues, where these have no correct digit of their own, and all digits
+    where the function knows better."""
+    matrix = MATRICES[name]()
+    exact = scipy.linalg.expm(matrix)
+    size = np.linalg.norm(exact)
+    function = as_spectral_function(jnp.exp, dtype, hermitian=False)
+    found, slope = eqx.filter_jit(function.of_matrix)(matrix.astype(dtype))
+    for ours in (found, slope):
+        assert np.linalg.norm(ours - exact) < 40 * eps_of(dtype) ** 0.5 * size
+    found, slope = eqx.filter_jit(tx.Exp().of_matrix)(matrix.astype(dtype))
+    for ours in (found, slope):
+        assert np.linalg.norm(ours - exact) < 100 * eps_of(dtype) * size
+
+
+@every_matrix
+def test_exact_once_the_space_is_whole(name):
+    """Each sample, by more steps than there are dimensions, after breakdowns too."""
+    matrix = MATRICES[name]()
+    exact = scipy.linalg.expm(matrix)
+    for dtype in precisions(matrix):
+        probes = signs(6, dtype)
+        found = forms(matrix.astype(dtype), probes, tx.Exp(), N + 3)
+        size = N * np.linalg.norm(exact, 2)
+        assert found.value.dtype == dtype
+        values = np.einsum("ki,ij,kj->k", probes, exact, probes)
+        tolerance = 100 * eps_of(dtype) * size
+        assert np.max(np.abs(found.value - values)) < tolerance
+        assert np.max(np.abs(found.right[:, 0] - probes @ exact.T)) < tolerance
+        assert np.all(np.diff(found.bracket) < 10 * tolerance)
+
+
+def test_exact_for_polynomials():
+    matrix, steps, probes = MATRICES["random"](), 5, signs(4, float)
+    for degree in (0, 1, steps, steps + 1):
+        power = np.linalg.matrix_power(matrix, degree)
+        exact = np.einsum("ki,ij,kj->k", probes, power, probes)
+        found = forms(matrix, probes, tx.Power(degree), steps).value
+        assert np.allclose(found, exact, rtol=1e-11) == (degree <= steps), degree
+
+
+@every_matrix
+def test_bracket_sees_the_krylov_error(name):
+    """The mean error of the quadratic forms of 16 probes is below what their brackets
+    say, at any number of steps."""
+    matrix = 2 * MATRICES[name]()
+    probes, exact = signs(16, matrix.dtype), scipy.linalg.expm(matrix)
+    exact = np.einsum("ki,ij,kj->k", probes, exact, probes)
+    for steps in (1, 3, 11):
+        found = forms(matrix, probes, tx.Exp(), steps)
+        low, high = np.mean(np.asarray(found.bracket), axis=0)
+        slack = 1e-10 * np.max(np.abs(exact))
+        assert np.allclose((low + high) / 2, np.mean(found.value).real)
+        error = np.abs(np.mean(found.value - exact))
+        assert error <= (high - low) / 2 + slack, steps
+        # Nor is it always told to be large.
+        assert steps < 11 or high - low < 1e-2 * np.mean(np.abs(exact))
+
+
+def over_keys(matrix, direction, function, num_steps, num_keys=200, k=6):
+    """Value, bar and derivative along `direction` for each of many keys."""
+
+    @eqx.filter_jit
+    def run(matrix, direction, keys):
+        def one(key):
+            def value(t):
+                moved = matrix + t * direction
+                found = trace_of(moved, function, key, k=k, num_steps=num_steps)
+                return found.value, (found.std_err, found.result)
+
+            (zero, one) = (jnp.full((), x, matrix.real.dtype) for x in (0, 1))
+            value, slope, others = jax.jvp(value, (zero,), (one,), has_aux=True)
+            return value, slope, *others
+
+        return jax.lax.map(one, keys)
+
+    return run(matrix, direction, jr.split(jr.key(20261122), num_keys))
+
+
+@every_matrix
+def test_unbiased_with_an_honest_bar(name):
+    """Values and derivatives over 200 keys; a z-score above 4.5 has a chance below 1e-5.
+    The bar is at least the root-mean-square error, less 15% for the noise of that."""
+    matrix = MATRICES[name]()
+    direction = normal(10, (N, N), matrix.dtype)
+    exact, slope = FUNCTIONS["exp"][1](matrix)
+    value, along = np.trace(exact), np.sum(slope.T * direction)
+    values, slopes, bars, results = over_keys(matrix, direction, tx.Exp(-0.5), 14)
+    assert np.all(np.asarray(results == tx.RESULTS.successful))
+    assert z_score(values, value) < 4.5
+    assert z_score(slopes, along) < 4.5
+    error = np.sqrt(np.mean(np.abs(values - value) ** 2))
+    assert np.sqrt(np.mean(np.asarray(bars) ** 2)) > 0.85 * error
+
+
+def test_derivative_in_float32():
+    matrix = MATRICES["nilpotent"]().astype(np.float32)
+    direction = normal(10, (N, N), np.float32)
+    values, slopes, _, _ = over_keys(matrix, direction, tx.Exp(-0.5), 14)
+    assert values.dtype == slopes.dtype == np.float32
+    assert z_score(values, np.float32(N)) < 4.5
+    slope = FUNCTIONS["exp"][1](matrix.astype(float))[1]
+    assert z_score(slopes, np.float32(np.sum(slope.T * direction))) < 4.5
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_exact_budget(function):
+    """With k = n: value and gradient, without an error bar."""
+    fn, reference = FUNCTIONS[function]
+    for name in ("random", "complex"):
+        matrix = POSITIVE[name]()
+        exact, slope = reference(matrix)
+
+        @eqx.filter_jit
+        def run(matrix, fn=fn):
+            solution = trace_of(matrix, fn, k=N, num_steps=3)
+            return solution.value.real, solution
+
+        (_, solution), slopes = jax.value_and_grad(run, has_aux=True)(matrix)
+        assert solution.result == tx.RESULTS.successful
+        assert solution.std_err == 0
+        assert solution.stats["num_matvecs"] == N
+        assert np.allclose(solution.value, np.trace(exact), rtol=1e-11)
+        assert np.allclose(slopes, slope.T, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["nilpotent", "Jordan block", "clustered"])
+@pytest.mark.parametrize("function", [tx.Exp(), jnp.exp], ids=["Exp", "callable"])
+def test_defective_operators(name, function):
+    """In float32, of matrices whose eigenvectors span nothing: right to what is reported,
+    or reported to be lost."""
+    matrix = MATRICES[name]().astype(np.float32)
+    exact = np.trace(scipy.linalg.expm(matrix.astype(float)))
+    for k in (8, N):
+        solution = trace_of(matrix, function, k=k, num_steps=N)
+        lost = solution.result == tx.RESULTS.precision_lost
+        bar = np.hypot(5 * solution.std_err, 1e-2 * exact)
+        assert lost or np.abs(solution.value - exact) < bar
+        # The matrix exponential needs no eigenvectors.
+        assert not lost or function is jnp.exp
+    if isinstance(function, tx.Exp):
+        assert np.allclose(solution.value, exact, rtol=1e-5)
+
+
+def test_domain():
+    """Negative real eigenvalues, or zero, where the function has no value."""
+    basis = np.eye(N) + np.triu(normal(11, (N, N)), 1) / N
+    swap = basis @ np.diag(np.linspace(-1, 2, N)) @ np.linalg.inv(basis)
+    singular = np.diag(np.arange(N * 1.0)) + np.triu(np.ones((N, N)), 1)
+    for matrix, function in (
+        (swap, tx.Log()),
+        (swap, tx.Power(0.5)),
+        (singular, tx.Inverse()),
+        (singular, tx.Log()),
+    ):
+        for k in (4, N):
+            solution = trace_of(matrix, function, k=k, num_steps=N)
+            assert solution.result == tx.RESULTS.outside_domain, function
+    for k in (4, N):
+        solution = trace_of(rotation(), tx.Log(), k=k, num_steps=N)
+        assert solution.result == tx.RESULTS.successful
+        assert np.abs(solution.value) <= 5 * solution.std_err + 1e-12
+
+
+def test_degenerate_operators():
+    """Zero, multiples of the identity, scales at the ends of float32, one step, one
+    probe."""
+    zero = np.zeros((N, N), np.float32)
+    solution = trace_of(zero, tx.Exp(), k=4, num_steps=5)
+    assert np.allclose(solution.value, N, rtol=1e-6)
+    assert solution.std_err < 1e-4
+    huge = np.full((), -1e4)
+    for num_steps in (1, 5):
+        solution = trace_of(huge * np.eye(N), tx.Exp(), k=4, num_steps=num_steps)
+        assert solution.result == tx.RESULTS.successful
+        assert solution.value == 0
+    matrix = MATRICES["random"]().astype(np.float32)
+    plain = trace_of(matrix, tx.Power(1), k=4, num_steps=3)
+    for scale in np.float32([1e-30, 1e30]):
+        scaled = trace_of(scale * matrix, tx.Power(1), k=4, num_steps=3)
+        assert np.allclose(scaled.value / scale, plain.value, rtol=1e-4)
+        assert np.allclose(scaled.std_err / scale, plain.std_err, rtol=1e-4)
+    single = trace_of(matrix, tx.Exp(), k=1, num_steps=8)
+    assert np.isfinite(single.value)
+    assert np.isinf(single.std_err)
+
+
+def test_hermitian_operators_without_a_tag():
+    """The samples of Lanczos, by as many steps as make both exact."""
+    matrix = MATRICES["hermitian"]()
+    settings = {"k": 5, "num_steps": 20}
+    plain = trace_of(matrix, tx.Exp(), **settings)
+    tagged = trace_of(matrix, tx.Exp(), tags=lx.symmetric_tag, **settings)
+    chosen = tx.SLQEstimator(krylov=tx.Arnoldi())
+    asked = trace_of(
+        matrix, tx.Exp(), tags=lx.symmetric_tag, estimator=chosen, **settings
+    )
+    for other in (tagged, asked):
+        assert np.allclose(plain.stats["samples"], other.stats["samples"], rtol=1e-9)
+        assert np.allclose(plain.stats["ritz_values"], other.stats["ritz_values"])
+
+
+def test_complex_function():
+    """Of a real operator in complex arithmetic."""
+    matrix = MATRICES["random"]()
+    exact = np.trace(scipy.linalg.expm(2j * matrix))
+    found = trace_of(matrix.astype(complex), tx.Exp(2j), k=N, num_steps=3)
+    assert np.allclose(found.value, exact)
+    found = trace_of(matrix.astype(complex), tx.Exp(2j), k=20, num_steps=16)
+    assert np.abs(found.value - exact) < 5 * found.std_err
+    parts = "`function` must map a real number to a real number"
+    with pytest.raises(TypeError, match=parts):
+        trace_of(matrix, lambda x: jnp.exp(2j * x), k=4, num_steps=3)
+
+
+def test_parameters_of_the_function():
+    """Derivatives in them, first and second, and with that in the operator."""
+    matrix = MATRICES["random"]()
+    exact = scipy.linalg.expm(0.7 * matrix)
+
+    def value(scale, matrix, k):
+        return trace_of(matrix, tx.Exp(scale), k=k, num_steps=N).value
+
+    for derivative, factor in (
+        (jax.grad(value), matrix),
+        (jax.grad(jax.grad(value)), matrix @ matrix),
+    ):
+        assert np.allclose(derivative(0.7, matrix, N), np.trace(factor @ exact))
+        probes = np.asarray(tx.RademacherSampler()(KEY, N, 4))
+        forms = np.sum(probes * (factor @ exact @ probes), axis=0)
+        assert np.allclose(derivative(0.7, matrix, 4), np.mean(forms))
+    mixed = jax.jacfwd(jax.grad(value, argnums=1))(0.7, matrix, N)
+    assert np.allclose(mixed, (exact + 0.7 * matrix @ exact).T)
+
+
+def test_second_derivatives():
+    """By solves; refused by Arnoldi."""
+    matrix = POSITIVE["random"]()
+    gradient = tx.SolveGradient(lx.GMRES(1e-12, 1e-12))
+
+    def value(t, gradient, k):
+        settings = {"k": k, "num_steps": N, "gradient": gradient}
+        return trace_of(t * matrix, tx.Inverse(), **settings).value
+
+    inverse = np.trace(np.linalg.inv(matrix))
+    assert np.allclose(jax.grad(value)(1.0, gradient, N), -inverse)
+    assert np.allclose(jax.grad(jax.grad(value))(1.0, gradient, N), 2 * inverse)
+    with pytest.raises(NotImplementedError, match="no derivative of its own"):
+        jax.grad(jax.grad(value))(1.0, tx.LanczosGradient(), 4)
+
+
+def test_transforms():
+    """`vmap` over operators and keys, reverse mode, and an operator on a PyTree."""
+    stack = np.stack([MATRICES["random"](), MATRICES["nilpotent"]()])
+    call = lambda x, key: trace_of(x, tx.Exp(), key, k=4, num_steps=8).value  # noqa: E731
+    keys = jr.split(KEY, 2)
+    both = eqx.filter_jit(jax.vmap(jax.value_and_grad(call)))(stack, keys)
+    for i in range(2):
+        one = jax.value_and_grad(call)(stack[i], keys[i])
+        for a, b in zip(both, one, strict=True):
+            assert np.allclose(a[i], b, rtol=1e-10, atol=1e-12)
+
+    half = N // 2
+
+    def product(tree):
+        joined = stack[0] @ jnp.concatenate([tree["a"], tree["b"].reshape(-1)])
+        return {"a": joined[:half], "b": joined[half:].reshape(2, -1)}
+
+    shapes = {"a": (half,), "b": (2, half // 2)}
+    structure = {name: jax.ShapeDtypeStruct(x, float) for name, x in shapes.items()}
+    operator = lx.FunctionLinearOperator(product, structure)
+    settings = {"k": 4, "num_steps": 8, "key": keys[0]}
+    found = tx.trace_of_function(operator, tx.Exp(), **settings)
+    assert np.allclose(found.value, call(stack[0], keys[0]))
+
+
+def test_low_precision_operators():
+    matrix = MATRICES["random"]()
+    exact = np.trace(scipy.linalg.expm(matrix))
+    found = trace_of(jnp.asarray(matrix, jnp.bfloat16), tx.Exp(), k=20, num_steps=10)
+    assert found.value.dtype == np.float32
+    assert np.abs(found.value - exact) < 5 * found.std_err
+
+
+def test_on_a_mesh():
+    """The value, bar and gradient of one device, for probes that do not divide."""
+    matrix = MATRICES["random"]()
+
+    def value(x, execution):
+        settings = {"k": 5, "num_steps": 6, "execution": execution}
+        solution = trace_of(x, tx.Exp(), **settings)
+        return solution.value, (solution.std_err, solution.stats["samples"])
+
+    run = jax.value_and_grad(value, has_aux=True)
+    expected = run(matrix, tx.Local())
+    sharded = run(matrix, tx.Sharded(tx.probe_mesh(jax.devices()[:4])))
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["random", "complex"])
+def test_adaptive(name):
+    matrix = MATRICES[name]()
+    exact = np.trace(scipy.linalg.expm(matrix))
+    k = tx.Adaptive(rtol=0.5, max_k=16, round_size=4, min_samples=4)
+    solution = trace_of(matrix, tx.Exp(), k=k, num_steps=10)
+    assert solution.result == tx.RESULTS.successful
+    assert np.abs(solution.value - exact) < 0.5 * np.abs(exact)
+    # Budgets beyond n end with the exact answer.
+    k = tx.Adaptive(rtol=1e-6, max_k=2 * N, round_size=4, min_samples=4)
+    solution = trace_of(matrix, tx.Exp(), k=k, num_steps=10)
+    assert solution.result == tx.RESULTS.successful
+    assert solution.std_err == 0
+    assert np.allclose(solution.value, exact)
+
+
+def test_misuse():
+    operator = matrix_free(MATRICES["random"]())
+    settings = {"k": 4, "num_steps": 3, "key": KEY}
+    for estimator, parts in (
+        (tx.KrylovAwareEstimator(), r"`KrylovAwareEstimator` needs.*tagged Hermitian"),
+        (tx.SLQEstimator(krylov=tx.Lanczos()), r"`krylov` must fit.*not known to be"),
+        (tx.SLQEstimator(krylov=tx.GolubKahan()), "`krylov` must fit"),
+    ):
+        with pytest.raises(ValueError, match=parts):
+            tx.trace_of_function(operator, tx.Exp(), estimator, **settings)
+    chosen = tx.SLQEstimator(krylov=tx.Arnoldi())
+    with pytest.raises(ValueError, match=r"`krylov` must fit.*`Arnoldi`"):
+        tx.logdet(operator, chosen, **settings)
+    with pytest.raises(ValueError, match="`operator` must be Hermitian"):
+        tx.function_of(operator, tx.Exp(), 3)

@@ -1,0 +1,238 @@
+"""`log tr exp(s A)` in log space: against dense linear algebra in double precision, at
+exponents that overflow, with bars in log units and derivatives."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import lineax as lx
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+import traceax as tx
+
+from .helpers import hermitian, matrix_free, z_score
+
+
+N = 40
+KEY = jr.key(0)
+# Evenly spread, and with one that outweighs the others.
+SPECTRA = {"flat": np.linspace(-1, 1, N), "gap": np.append(np.linspace(0, 1, N - 1), 2)}
+every_spectrum = pytest.mark.parametrize("name", SPECTRA)
+
+
+@eqx.filter_jit
+def estimate(matrix, scale, key=KEY, *, k=6, num_steps=20, **settings):
+    operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+    settings = {"k": k, "num_steps": num_steps, "key": key, "throw": False} | settings
+    return tx.log_trace_exp(operator, scale, **settings)
+
+
+def exact_of(name, scale):
+    """The logarithm, and its derivatives in the scale and in the matrix."""
+    values, matrix = SPECTRA[name], hermitian(0, SPECTRA[name])
+    log = logsumexp(scale * values)
+    weights = np.exp(scale * values - log)
+    basis = np.linalg.eigh(matrix)[1]
+    return log, weights @ values, (basis * (scale * weights)) @ basis.T
+
+
+@every_spectrum
+@pytest.mark.parametrize("scale", [0.0, -3.0, 1e4])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+def test_exact_budget(name, scale, dtype):
+    matrix = hermitian(0, SPECTRA[name]).astype(dtype)
+    if dtype == np.complex128:
+        phases = np.exp(1j * np.arange(N))
+        matrix = phases[:, None] * matrix * phases.conj()
+    log, mean, slope = exact_of(name, scale)
+
+    @eqx.filter_jit
+    def run(scale, matrix):
+        operator = lx.MatrixLinearOperator(matrix, tx.hermitian_tag)
+        solution = tx.log_trace_exp(operator, scale, k=N, num_steps=1)
+        return solution.value, solution
+
+    (_, solution), along = jax.value_and_grad(run, has_aux=True)(scale, matrix)
+    rounding = 20 * float(np.finfo(dtype).eps) * (1 + np.abs(scale))
+    assert np.abs(solution.value - log) < rounding
+    assert solution.std_err == solution.stats["quadrature_error"] == 0
+    assert np.abs(along - mean) < rounding
+    if dtype == np.float64:
+        slopes = jax.grad(lambda x: estimate(x, scale, k=N).value)(matrix)
+        assert np.allclose(slopes, slope, atol=1e-9 * (1 + np.abs(scale)))
+
+
+def over_keys(matrix, direction, scale, **settings):
+    """Over 200 keys: value, bar, error of the quadrature, derivatives in the scale and in
+    the matrix along `direction`."""
+
+    @eqx.filter_jit
+    def run(matrix, scale, keys):
+        def one(key):
+            def value(scale, t):
+                found = estimate(matrix + t * direction, scale, key, **settings)
+                others = found.std_err, found.stats["quadrature_error"]
+                return found.value, others
+
+            zero = jnp.zeros((), matrix.dtype)
+            both = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
+            (log, (bar, error)), slopes = both(scale, zero)
+            return log, bar, error, *slopes
+
+        return jax.lax.map(one, keys)
+
+    scale = jnp.asarray(scale, matrix.dtype)
+    return map(np.asarray, run(matrix, scale, jr.split(jr.key(20261123), 200)))
+
+
+@every_spectrum
+@pytest.mark.parametrize("scale", [2.0, -50.0])
+def test_bars_and_derivatives(name, scale):
+    """A 95% interval covers at least 93% but for its own noise of 1.6%. The logarithm is
+    biased by half its variance, and derivatives, which are quotients, by about the square
+    of the relative error: beyond that a z-score above 4.5 has a chance below 1e-5."""
+    matrix = hermitian(0, SPECTRA[name])
+    log, mean, slope = exact_of(name, scale)
+    direction = hermitian(1, np.linspace(-1, 1, N))
+    found = over_keys(matrix, direction, scale, k=12, num_steps=25)
+    values, bars, errors, means, slopes = found
+    covered = np.abs(values - log) <= 2.2 * bars + errors
+    assert np.mean(covered) >= 0.93 - 0.016
+    spread = np.std(values)
+    assert np.mean(np.minimum(bars, 2)) > 0.85 * spread
+    for samples, exact in (
+        (values, log),
+        (means, mean),
+        (slopes, np.sum(slope * direction)),
+    ):
+        allowed = spread**2 * max(1.0, np.std(samples) / spread)
+        distance = np.abs(np.mean(samples) - exact)
+        assert distance < allowed + 4.5 * np.std(samples) / 200**0.5
+
+
+def test_quadrature_error_is_seen():
+    """With too few steps, where the logarithm of each sample is too small."""
+    matrix, probes = hermitian(0, SPECTRA["flat"]), tx.RademacherSampler()(KEY, N, 6)
+    values, vectors = np.linalg.eigh(matrix)
+    weights = (vectors.T @ np.asarray(probes)) ** 2
+    exact = logsumexp(100 * values[:, None], b=weights, axis=0)
+    for num_steps in (1, 4, 12):
+        solution = estimate(matrix, 100.0, num_steps=num_steps)
+        samples = np.asarray(solution.stats["samples"])
+        assert np.all(samples <= exact + 1e-9)
+        error = logsumexp(exact) - np.log(6) - solution.value
+        assert error <= solution.stats["quadrature_error"] + 1e-9
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e4, 3e30])
+def test_large_exponents_in_float32(scale):
+    """Where their exponentials are beyond the dtype."""
+    matrix = hermitian(0, SPECTRA["gap"]).astype(np.float32)
+    scale = np.float32(scale)
+    log, mean, _ = exact_of("gap", float(scale))
+    found = estimate(matrix, scale, num_steps=N)
+    assert found.value.dtype == np.float32
+    assert found.result == tx.RESULTS.successful
+    assert np.abs(found.value - log) < 6 + 1e-5 * np.abs(log)
+    slope, slopes = jax.grad(lambda s, x: estimate(x, s, num_steps=N).value, (0, 1))(
+        scale, matrix
+    )
+    assert np.abs(slope - mean) < 1e-3
+    assert np.abs(np.trace(slopes) / scale - 1) < 1e-3
+
+
+def test_known_answers():
+    """Operators with few distinct eigenvalues, where nothing is left to sampling, or to
+    the quadrature."""
+    zero = estimate(np.zeros((N, N)), 5.0)
+    assert np.allclose(zero.value, np.log(N))
+    assert zero.std_err < 1e-12
+    shifted = estimate(-3 * np.eye(N), 700.0)
+    assert np.allclose(shifted.value, np.log(N) - 2100)
+    assert shifted.stats["quadrature_error"] == 0
+    unscaled = estimate(hermitian(0, SPECTRA["gap"]), 0.0, num_steps=1)
+    assert np.allclose(unscaled.value, np.log(N))
+    single = estimate(hermitian(0, SPECTRA["gap"]), 1.0, k=1)
+    assert np.isinf(single.std_err)
+    assert np.isfinite(single.value)
+
+
+def test_agrees_with_the_trace():
+    matrix = hermitian(0, SPECTRA["flat"])
+    operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+    settings = {"k": 6, "num_steps": 20, "key": KEY}
+    trace = tx.trace_of_function(operator, tx.Exp(2.0), **settings)
+    found = estimate(matrix, 2.0)
+    assert np.allclose(found.value, jnp.log(trace.value))
+    assert np.allclose(found.stats["samples"], jnp.log(trace.stats["samples"]))
+    relative = trace.std_err / trace.value
+    assert np.allclose(found.std_err, -np.log1p(-relative), rtol=1e-6)
+
+
+def test_second_derivatives():
+    """In the scale, of an adaptive budget too; refused in the operator."""
+    matrix = hermitian(0, SPECTRA["flat"])
+    value = lambda s, x, k=6: estimate(x, s, k=k).value  # noqa: E731
+    slope, step = jax.jit(jax.grad(value)), 1e-4
+    curvature = jax.grad(slope)(2.0, matrix)
+    for found, lower in ((slope(2.0, matrix), value), (curvature, slope)):
+        difference = lower(2.0 + step, matrix) - lower(2.0 - step, matrix)
+        assert np.allclose(found, difference / (2 * step), rtol=1e-5)
+    adaptive = tx.Adaptive(atol=1e6, max_k=6, round_size=3, min_samples=6)
+    found = jax.grad(jax.grad(value))(2.0, matrix, adaptive)
+    assert np.allclose(found, curvature, rtol=1e-10)
+    with pytest.raises(NotImplementedError, match="no derivative of its own"):
+        jax.grad(lambda t: jax.grad(lambda s: value(1.0, s * matrix))(t))(1.0)
+
+
+def test_adaptive_and_mesh():
+    """Probes are those of one device and a fixed budget."""
+    matrix = hermitian(0, SPECTRA["flat"])
+    adaptive = tx.Adaptive(atol=0.3, max_k=32, round_size=8, min_samples=4)
+    solution = estimate(matrix, 5.0, k=adaptive)
+    assert solution.result == tx.RESULTS.successful
+    count = int(solution.stats["num_matvecs"]) // 20
+    fixed = estimate(matrix, 5.0, k=count)
+    execution = tx.Sharded(tx.probe_mesh(jax.devices()[:4]))
+    sharded = estimate(matrix, 5.0, k=count, execution=execution)
+    for other in (fixed, sharded):
+        assert np.allclose(solution.value, other.value, rtol=1e-12)
+        assert np.allclose(solution.std_err, other.std_err, rtol=1e-10)
+    slope = lambda k: jax.grad(lambda x: estimate(x, 5.0, k=k).value)(matrix)  # noqa: E731
+    assert np.allclose(slope(adaptive), slope(count), atol=1e-10)
+
+
+def test_vmap():
+    """Over scales, from one run: the temperatures of a partition function."""
+    matrix, scales = hermitian(0, SPECTRA["flat"]), jnp.array([0.5, 1.0, 40.0])
+    together = jax.vmap(lambda s: estimate(matrix, s).value)(scales)
+    one_by_one = [estimate(matrix, s).value for s in scales]
+    assert np.allclose(together, jnp.stack(one_by_one), rtol=1e-12)
+
+
+def test_misuse():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    matrix = hermitian(0, SPECTRA["flat"])
+    tagged, settings = matrix_free(matrix, lx.symmetric_tag), {"num_steps": 3, "key": KEY}
+    for kind, part, operator, scale, k in (
+        (ValueError, "`operator` must be Hermitian", matrix_free(matrix), 1.0, 3),
+        (TypeError, "`scale` must be a real number", tagged, 1j, 3),
+        (TypeError, "For several scales", tagged, jnp.ones(2), 3),
+        (TypeError, "`scale` must be a real number", tagged, "1", 3),
+        (ValueError, "`k` must be at least 1", tagged, 1.0, 0),
+    ):
+        with pytest.raises(kind, match=part):
+            tx.log_trace_exp(operator, scale, k=k, **settings)
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_samples_are_logarithms():
+    """Whose exponentials are unbiased."""
+    matrix = hermitian(0, SPECTRA["flat"])
+    found = estimate(matrix, 1.0, k=39)
+    samples = np.exp(np.asarray(found.stats["samples"]))
+    assert z_score(samples, np.exp(exact_of("flat", 1.0)[0])) < 4.5
+    assert np.allclose(np.mean(samples), np.exp(found.value))

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real, Scalar
+
+from ._adaptive import Adaptive
+from ._checks import check_hermitian, check_operator, check_positive
+from ._execution import AbstractExecution, Local
+from ._flat import FlatOperator, flatten
+from ._gradient import attach, attach_derivative, FirstOrderFrame
+from ._iterate import stream, sum_over_rounds
+from ._kernel.dense import eigh
+from ._kernel.lanczos import lanczos, unit
+from ._kernel.quadrature import apply_to_first, ritz
+from ._matfun.quadratic_form import span
+from ._moments import Moments
+from ._quantity import AbstractQuantity, Trace
+from ._sampler import draw_for, RademacherSampler
+from ._solution import Estimate, Solution
+from ._solve import AbstractTask, solve
+
+
+class _LogMoments(eqx.Module):
+    """`Moments` of the exponentials of samples, in log units: these would overflow."""
+
+    shift: Real[Array, "*parts"]
+    scaled: Moments
+
+    @classmethod
+    def of(cls, samples: Real[Array, " m"], valid: Bool[Array, " m"]) -> _LogMoments:
+        shift = _largest(samples, valid)
+        return cls(shift, Moments.of(jnp.exp(samples - shift), valid))
+
+    @classmethod
+    def merge(cls, parts: _LogMoments) -> _LogMoments:
+        scaled, made = parts.scaled, parts.scaled.count > 0
+        shift = _largest(parts.shift, made)
+        factor = jnp.where(made, jnp.exp(parts.shift - shift), 0)
+        entries = lambda x: (x.center, x.unit)  # noqa: E731
+        rescaled = scaled.center * factor[:, None], scaled.unit * factor
+        return cls(shift, Moments.merge(eqx.tree_at(entries, scaled, rescaled)))
+
+    @property
+    def count(self) -> Real[Array, ""]:
+        return self.scaled.count
+
+    @property
+    def mean(self) -> Real[Array, ""]:
+        """The logarithm of the mean."""
+        return self.shift + jnp.log(self.scaled.mean)
+
+    def std_err(self) -> Real[Array, ""]:
+        """How far below that the logarithm of the mean less its standard error is. To
+        first order this is the relative error; infinite where that is 1."""
+        relative = self.scaled.std_err() / self.scaled.mean
+        known = relative < 1
+        return jnp.where(known, -jnp.log1p(-jnp.where(known, relative, 0)), jnp.inf)
+
+
+def _largest(x: Real[Array, " m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
+    """Of those that are `valid`, or 0."""
+    largest = jnp.max(jnp.where(valid, x, -jnp.inf))
+    return jnp.where(valid.any(), largest, 0)
+
+
+class _Run(eqx.Module):
+    """What Lanczos from one probe tells.
+
+    - `value`: the logarithm of the Gauss rule for `z* exp(s A) z`.
+    - `left`: the derivative of that in A is `Re(left* dA z)`.
+    - `error`: an estimate of that of the rule, in log units: twice the change by a step
+        less, or by one more that repeats the last coefficients, whichever is larger.
+    - `residual`, `extremes`: as in `QuadraticForm`.
+    """
+
+    value: Real[Array, ""]
+    left: Inexact[Array, " n"]
+    error: Real[Array, ""]
+    residual: Real[Array, ""]
+    extremes: Real[Array, 2]
+
+    @classmethod
+    def of(
+        cls, flat: FlatOperator, probe: Array, scale: Real[Array, ""], num_steps: int
+    ) -> _Run:
+        run = lanczos(flat.mv, probe, num_steps, eps=flat.eps)
+        alpha, beta = run.alpha, run.beta
+
+        def gauss(alpha, beta):
+            nodes, vectors = ritz(alpha, beta)
+            return logsumexp(scale * nodes, b=vectors[0] ** 2), nodes, vectors
+
+        log, nodes, vectors = gauss(alpha, beta)
+        after, *_ = gauss(jnp.append(alpha, alpha[-1]), jnp.append(beta, 0))
+        before = after
+        if num_steps > 1:
+            before, *_ = gauss(alpha[:-1], beta[:-1])
+        error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
+        # Shifted again: what is left of the largest exponent may be below its roundoff.
+        weights = vectors[0] ** 2
+        exponents = jnp.where(weights > 0, scale * nodes, -jnp.inf)
+        shares = jnp.exp(exponents - jnp.max(exponents))
+        shares = shares / jnp.sum(weights * shares)
+        slope = apply_to_first(nodes, vectors, scale * shares)
+        size = unit(apply_to_first(nodes, vectors, shares * nodes))[1] * jnp.abs(scale)
+        residual = beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+        return cls(
+            value=2 * jnp.log(run.norm) + log,
+            left=jnp.matmul(slope, run.basis, precision="highest") / run.norm,
+            error=jnp.where(beta[-1] > 0, error, 0),
+            residual=residual,
+            extremes=nodes[jnp.array([0, -1])],
+        )
+
+
+class _LogTraceExp(AbstractTask):
+    """The settings of one call."""
+
+    scale: Real[Array, ""]
+    num_steps: int = eqx.field(static=True)
+    quantity: AbstractQuantity = Trace()
+
+    @property
+    def name(self) -> str:
+        return "log_trace_exp"
+
+    @property
+    def min_matvecs(self) -> int:
+        return 1
+
+    @property
+    def fallback(self) -> str:
+        return self.name
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        flat = flatten(operator)
+        eye = jnp.eye(flat.size, dtype=flat.dtype)
+        matrix = execution.matmat(flat.frozen, eye)
+        nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
+        scale = self.scale.astype(nodes.dtype)
+        value = logsumexp(scale * nodes)
+        slopes = scale * jnp.exp(scale * nodes - value)
+        left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
+        value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
+        return Estimate(
+            value=value,
+            std_err=jnp.zeros_like(value),
+            samples=value[None],
+            num_matvecs=flat.size,
+            rounding=0.0,
+            extra={
+                "ritz_values": nodes[jnp.array([0, -1])],
+                "quadrature_error": jnp.zeros_like(value),
+            },
+        )
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat = flatten(operator)
+        scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
+        num_steps = min(self.num_steps, flat.size)
+
+        def body(flat, index):
+            probe = draw_for(flat, RademacherSampler(), key, index[None])
+            one = _Run.of(flat.frozen, probe[:, 0], scale, num_steps)
+            frame = FirstOrderFrame(one.left[:, None], probe)
+            value = attach(flat, one.value, frame, execution=Local())
+            return value, (one.error, one.extremes, one.residual)
+
+        def reduce(outs, valid):
+            samples, (_, extremes, _) = outs
+            return _LogMoments.of(samples, valid), span(extremes)
+
+        def merge(parts):
+            moments, extremes = parts
+            made = moments.count[:, None] > 0
+            extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
+            return _LogMoments.merge(moments), span(extremes)
+
+        streamed = stream(body, reduce, merge, flat, k, execution, width=num_steps)
+        (moments, extremes), samples = streamed.summary, streamed.samples
+        assert samples is not None
+        value = jax.lax.stop_gradient(moments.mean)
+
+        def live():
+            if not isinstance(k, Adaptive):
+                return logsumexp(samples) - jnp.log(len(samples))
+            shape = k.num_rounds, k.round_size
+            indices = jnp.arange(len(samples)).reshape(shape)
+            share = lambda flat, i: jnp.exp(body(flat, i)[0] - value)  # noqa: E731
+            rounds = streamed.loop.rounds
+            total = sum_over_rounds(share, flat, indices, rounds, execution, num_steps)
+            return value + jnp.log(total / streamed.count)
+
+        errors, _, residuals = streamed.others
+        shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
+        error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
+        return Estimate(
+            value=attach_derivative(value, live),
+            std_err=moments.std_err(),
+            samples=samples,
+            num_matvecs=streamed.count * num_steps,
+            rounding=flat.rounding,
+            magnitude=jnp.max(jnp.abs(scale * extremes)),
+            result=streamed.loop.result,
+            extra={
+                "gradient_residual": residuals,
+                "ritz_values": extremes,
+                "quadrature_error": error,
+                **streamed.loop.extra,
+            },
+            state=streamed.loop.state,
+        )
+
+
+def _real_scalar(scale: Any) -> Real[Array, ""]:
+    if not eqx.is_array_like(scale) or jnp.shape(scale) or jnp.iscomplexobj(scale):
+        raise TypeError(
+            f"`scale` must be a real number or array of shape (). Found {scale!r}. For "
+            "several scales use `jax.vmap`."
+        )
+    if isinstance(scale, jax.Array):
+        return jnp.asarray(scale, float)
+    # Sent to the device explicitly, as some users ask for.
+    return jax.device_put(np.asarray(scale, jax.dtypes.canonicalize_dtype(float)))
+
+
+def log_trace_exp(
+    operator: lx.AbstractLinearOperator,
+    scale: Scalar | float = 1.0,
+    *,
+    k: int | Adaptive,
+    num_steps: int,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator, however large
+    $s A$ is: the logarithm of a partition function, or a smooth maximum of eigenvalues.
+
+    Nothing is exponentiated but differences to the largest exponent, so $s A$ may be of
+    any size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
+    float32 where an eigenvalue of $s A$ is above 88.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        energies = jnp.diag(1e3 * x) + jnp.eye(300, k=1) + jnp.eye(300, k=-1)
+        hamiltonian = lx.MatrixLinearOperator(energies, lx.symmetric_tag)
+
+        def log_partition_function(beta):
+            settings = {"k": 30, "num_steps": 60, "key": jax.random.key(0)}
+            solution = tx.log_trace_exp(hamiltonian, -beta, **settings)
+            return solution.value, solution.std_err
+
+        slope = jax.grad(log_partition_function, has_aux=True)
+        mean_energy, bar = slope(jnp.array(0.1))
+        print(-mean_energy, log_partition_function(0.1), bar)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a Hermitian `lineax.AbstractLinearOperator`, tagged so, as for
+        [`traceax.trace_of_function`][].
+    - `scale`: s, a real number or array of shape `()`.
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
+        [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
+        10% of the trace.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
+        n count as n. About $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$, and a few
+        more.
+    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real `value`, the logarithm; at most `k * num_steps`
+    products. `std_err` is in the units of the logarithm: the distance down to the
+    logarithm of the mean less its standard error. It is infinite where that is not
+    positive, since then the samples do not tell the size of the trace from below. Where
+    few eigenvalues count it does not fall with n, and is about $\\sqrt{2/k}$ for a single
+    one. The value is biased down by about half the square of `std_err`.
+
+    `stats` has `"samples"`, the logarithms of $z^* \\exp(s A) z$ for each probe, of whose
+    exponentials `value` is the logarithm of the mean; `"quadrature_error"`, an estimate
+    of the error of `value` from too few steps, which makes it too small;
+    `"ritz_values"`, the smallest and the largest of $A$; and `"gradient_residual"` as in
+    [`traceax.trace_of_function`][].
+
+    Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
+    \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
+    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer.
+    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
+        `num_steps` is too small; `key` is missing.
+    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    """
+    check_operator(operator)
+    check_hermitian(operator)
+    num_steps = check_positive("num_steps", num_steps)
+    task = _LogTraceExp(scale=_real_scalar(scale), num_steps=num_steps)
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

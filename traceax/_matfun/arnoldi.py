@@ -1,0 +1,146 @@
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from .._execution import full_precision
+from .._flat import FlatOperator
+from .._kernel.arnoldi import Arnoldi as Run, arnoldi_advance, arnoldi_run, arnoldi_start
+from .._kernel.dense import eigh
+from .._kernel.lanczos import unit
+from .._kernel.small_matrix import rounded
+from .functions import AbstractSpectralFunction
+from .krylov import AbstractKrylovMethod
+from .quadratic_form import QuadraticForm
+
+
+class Arnoldi(AbstractKrylovMethod):
+    """Arnoldi, for functions of the eigenvalues of any square operator: one product in a
+    step, and each new basis vector is orthogonalised against all others.
+
+    With `num_steps` steps it is exact for polynomials of degree up to `num_steps`, half
+    of what Lanczos reaches. Values are real where the operator is, and complex where
+    that is; for a function that is not real on real numbers give an operator of complex
+    dtype.
+
+    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate: the
+    value and to each side twice the change by one step less, or by one more that is made
+    up as if the operator were Hermitian, whichever is larger.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        weights = jnp.triu(jax.random.normal(jax.random.key(0), (300, 300)), 1) / 10
+        operator = lx.MatrixLinearOperator(weights)  # nilpotent, so tr exp is 300
+        solution = tx.trace_of_function(
+            operator, tx.Exp(), k=20, num_steps=20, key=jax.random.key(1)
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    ??? cite
+
+        ```bibtex
+        @article{saad1992analysis,
+            author  = {Saad, Yousef},
+            title   = {Analysis of Some {Krylov} Subspace Approximations to the Matrix
+                       Exponential Operator},
+            journal = {SIAM Journal on Numerical Analysis},
+            volume  = {29},
+            number  = {1},
+            pages   = {209--228},
+            year    = {1992},
+        }
+        ```
+    """
+
+    products_per_step: ClassVar[int] = 1
+
+    def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
+        return not function.of_singular_values
+
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return probe, arnoldi_start(probe, most)
+
+    def advance(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        probe, run = state
+        with full_precision(operator.mv) as mv:
+            return probe, arnoldi_advance(mv, run, first, last, eps=operator.eps)
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        function: AbstractSpectralFunction,
+        lower_bound: Real[Array, ""] | float | None,
+        columns: int,
+    ) -> QuadraticForm:
+        probe, run = state[0], arnoldi_run(state[1], steps)
+        last = run.last
+        with jax.default_matmul_precision("highest"):
+            matrix = _fill(run.matrix, run.basis, function)
+            shorter = matrix.at[last, last - 1].set(0) if len(matrix) > 1 else matrix
+            # What rounding makes of it; transposed, since the eigenvectors are others.
+            again = rounded(matrix, operator.eps).T
+            each, slopes = jax.vmap(function.of_matrix)(
+                jnp.stack([matrix, shorter, again])
+            )
+            longer, _ = function.of_matrix(_extend(matrix, run))
+            slope = slopes[0, :, 0]
+            size = unit(matrix @ slope)[1]
+            gradient = run.norm * (slope @ run.basis)
+        value, before, again = each[:, 0, 0]
+        change = jnp.abs(jnp.stack([before, longer[0, 0]]) - value)
+        change = jnp.max(jnp.where(jnp.isnan(change), jnp.inf, change))
+        # Besides, terms may cancel.
+        floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
+        error = jnp.where(run.residual > 0, 2 * change, 0) + floor
+        square = run.norm**2
+        ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]
+        return QuadraticForm(
+            value=square.astype(value.dtype) * value,
+            square=square * unit(each[0, :, 0])[1] ** 2,
+            # In the mean tr(f'(A) dA), which is tr(dA f'(A)): no adjoint is needed.
+            left=probe[None],
+            right=gradient[None],
+            residual=run.residual * jnp.abs(slope[last]) / jnp.where(size > 0, size, 1),
+            bracket=square * (value.real + jnp.stack([-error, error])),
+            rounding=square * jnp.abs(again - value),
+            extremes=ends,
+        )
+
+
+def _fill(
+    matrix: Inexact[Array, "s s"],
+    basis: Inexact[Array, "s n"],
+    function: AbstractSpectralFunction,
+) -> Inexact[Array, "s s"]:
+    """H with numbers of the function's domain on the diagonal after a breakdown."""
+    missing = jnp.max(jnp.abs(basis), axis=1) == 0
+    inside = matrix[0, 0]
+    if function.semidefinite_domain:
+        largest = jnp.max(jnp.abs(matrix))
+        inside = jnp.where(largest > 0, largest, 1).astype(matrix.dtype)
+    return matrix + jnp.diag(jnp.where(missing, inside, 0))
+
+
+def _extend(matrix: Inexact[Array, "s s"], run: Run) -> Inexact[Array, "p p"]:
+    """H of one step more, which repeats the last entry of the diagonal."""
+    s, last, coupling = len(matrix), run.last, run.residual.astype(matrix.dtype)
+    longer = jnp.pad(matrix, ((0, 1), (0, 1))).at[s, s].set(matrix[last, last])
+    return longer.at[s, last].set(coupling).at[last, s].set(coupling)
