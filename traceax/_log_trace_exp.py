@@ -209,9 +209,11 @@ class _LogTraceExp(AbstractTask):
         errors, _, residuals = streamed.others
         shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
         error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
+        std_err = moments.std_err()
+        bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         return Estimate(
             value=attach_derivative(value, live),
-            std_err=moments.std_err(),
+            std_err=std_err,
             samples=samples,
             num_matvecs=streamed.count * num_steps,
             rounding=flat.rounding,
@@ -224,6 +226,7 @@ class _LogTraceExp(AbstractTask):
                 **streamed.loop.extra,
             },
             state=streamed.loop.state,
+            bounds=bounds,
         )
 
 

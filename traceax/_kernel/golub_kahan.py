@@ -65,8 +65,8 @@ def golub_kahan_advance(
     window: int | None = None,
     eps: float,
 ) -> GolubKahanState:
-    """Steps from number `first` on, before number `last`, of bidiagonalisation, each with
-    one product with A and one with its adjoint. `window` and `eps` as for `lanczos`. Golub
+    """Steps of bidiagonalisation from number `first` on, before number `last`, each with
+    a product with A and one with its adjoint. `window` and `eps` as for `lanczos`. Golub
     and Kahan, SIAM J. Numer. Anal. 2, 1965; lower-to-upper variant as in Paige and
     Saunders, ACM TOMS 8, 1982."""
     dtype = state.carry[0].dtype
