@@ -83,7 +83,7 @@ def test_value_is_that_of_as_many_steps(dtype, window):
 
 
 @pytest.mark.parametrize(
-    "function", [tx.Inverse(), tx.Power(0.5), tx.Exp(-0.1), jnp.tanh], ids=repr
+    "function", [tx.Inverse(), tx.Power(0.5), tx.Exp(-0.1), jnp.tanh]
 )
 def test_functions(function):
     """Within four standard errors of the truth, with fewer steps than there could be."""
