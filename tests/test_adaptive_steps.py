@@ -186,7 +186,7 @@ def test_more_than_n_and_a_single_probe():
                 key=KEY,
             ),
             ValueError,
-            "`KrylovAwareEstimator` needs a fixed number of steps",
+            "`KrylovAwareEstimator` needs an integer as `num_steps`",
         ),
     ],
 )

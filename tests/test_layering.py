@@ -26,7 +26,7 @@ LEVELS = [
     "_gradient _sharded _iterate",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues _matfun.krylov",
-    "_matfun.steps _matfun.arnoldi",
+    "_matfun.steps _matfun.arnoldi _matfun.lanczos _matfun.golub_kahan",
     "_estimator.base _matfun.base _matfun.preconditioner",
     "_estimator.sketch",
     "_estimator.growing",

@@ -69,17 +69,15 @@ from ._matfun.functions import (
     Log as Log,
     Power as Power,
 )
+from ._matfun.golub_kahan import GolubKahan as GolubKahan
 from ._matfun.gradients import (
     AbstractFunctionGradient as AbstractFunctionGradient,
     LanczosGradient as LanczosGradient,
     SolveGradient as SolveGradient,
 )
-from ._matfun.krylov import (
-    AbstractKrylovMethod as AbstractKrylovMethod,
-    GolubKahan as GolubKahan,
-    Lanczos as Lanczos,
-)
+from ._matfun.krylov import AbstractKrylovMethod as AbstractKrylovMethod
 from ._matfun.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
+from ._matfun.lanczos import Lanczos as Lanczos
 from ._matfun.make_preconditioner import (
     nystrom_preconditioner as nystrom_preconditioner,
     pivoted_cholesky_preconditioner as pivoted_cholesky_preconditioner,

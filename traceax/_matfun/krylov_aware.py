@@ -1,4 +1,4 @@
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -17,7 +17,7 @@ from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .krylov import Lanczos
+from .lanczos import Lanczos
 from .quadratic_form import (
     bounds_of,
     bracket_of,
@@ -29,6 +29,9 @@ from .quadratic_form import (
     values_at,
 )
 from .steps import AdaptiveSteps
+
+
+_LANCZOS = Lanczos()
 
 
 class KrylovAwareEstimator(AbstractFunctionEstimator):
@@ -109,24 +112,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        if not Lanczos().fits(operator, function):
+        if not _LANCZOS.fits(operator, function):
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
                 f"function of its eigenvalues. {found(operator, function)} Tag it if it "
                 "is, or use `traceax.SLQEstimator`."
             )
-        if isinstance(num_steps, AdaptiveSteps):
-            raise ValueError(
-                "`KrylovAwareEstimator` needs a fixed number of steps. Found "
-                "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
-                "`traceax.SLQEstimator`."
-            )
-        if isinstance(k, Adaptive):
-            raise ValueError(
-                "`KrylovAwareEstimator` needs a fixed budget. Found "
-                "`k=traceax.Adaptive(...)`. Pass an integer, or use "
-                "`traceax.SLQEstimator`."
-            )
+        num_steps = _fixed("num_steps", num_steps)
+        k = _fixed("k", k)
         n, block = operator.size, max(1, k // 4)
         total = min(2 * num_steps, -(-n // block))
         width = min(num_steps, total) * block
@@ -156,12 +149,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             bracket = bracket_of(function, deflated, compression, present, lower)
 
         def form(flat, probe):
-            krylov, steps = Lanczos(), num_steps
-            state = krylov.start(flat, probe, steps)
-            state = krylov.advance(flat, state, 0, steps)
-            ends = {"lower_bound": lower, "largest": nodes[-1]}
-            settings = {"columns": gradient.columns} | ends
-            return krylov.read(flat, state, steps, function, **settings)
+            state = _LANCZOS.start(flat, probe, num_steps)
+            state = _LANCZOS.advance(flat, state, 0, num_steps)
+            settings = num_steps, function, lower, gradient.columns, nodes[-1]
+            return _LANCZOS.read(flat, state, *settings)
 
         forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
         moments = Moments.of(deflated + forms.value)
@@ -195,6 +186,16 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             probes=lambda: used.shape[1] ** 0.5 * used,
             bounds=bounds_of(errors),
         )
+
+
+def _fixed(name: str, value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise ValueError(
+        f"`KrylovAwareEstimator` needs an integer as `{name}`. Found "
+        f"`{name}=traceax.{type(value).__name__}(...)`. Pass an integer, or use "
+        "`traceax.SLQEstimator`."
+    )
 
 
 KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**

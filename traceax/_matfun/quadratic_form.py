@@ -219,3 +219,13 @@ def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
     low_std_err, high_std_err, _ = errors.std_err()
     low, high = low - rounding, high + rounding
     return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
+
+
+def combine(
+    coefficients: Real[Array, "r s"],
+    vectors: Real[Array, "s s"],
+    basis: Inexact[Array, "s n"],
+) -> Inexact[Array, "r n"]:
+    """Combinations of Ritz vectors, whose coordinates in the basis are rows."""
+    weights = jnp.matmul(coefficients, vectors, precision="highest")
+    return jnp.matmul(weights, basis, precision="highest")

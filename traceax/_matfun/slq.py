@@ -17,10 +17,12 @@ from .._solution import Estimate, failure, first_failure, RESULTS
 from .arnoldi import Arnoldi
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
+from .golub_kahan import GolubKahan
 from .gradients import AbstractFunctionGradient
-from .krylov import AbstractKrylovMethod, GolubKahan, Lanczos
+from .krylov import AbstractKrylovMethod
+from .lanczos import Lanczos
 from .quadratic_form import bounds_of, check_domain, check_precision, span
-from .steps import AdaptiveSteps, choose_steps
+from .steps import AdaptiveSteps, choose_steps, excess_of_bracket
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -120,28 +122,15 @@ class SLQEstimator(AbstractFunctionEstimator):
             return draw_for(flat, self.sampler, key, indices)
 
         def excess(value, bracket, square):
-            """Half of a bracket over the error that is aimed at."""
-            rounding = operator.rounding * jnp.abs(value)
-            if isinstance(k, Adaptive):
-                ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
-                value, *bracket = map(k.size, ends)
-                aimed = k.tolerance(value)
-            else:
-                aimed = jnp.maximum(square - jnp.abs(value) ** 2 / operator.size, 0)
-                aimed = jnp.sqrt(2 * aimed / k)
-            low, high = bracket
-            half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
-            ratio = half / jnp.where(aimed > 0, aimed, 1)
-            return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
+            return excess_of_bracket(value, bracket, square, operator, k, quantity)
 
-        if not isinstance(num_steps, AdaptiveSteps):
-            most, steps, spent = num_steps, None, 0
-        else:
+        if isinstance(num_steps, AdaptiveSteps):
             most = num_steps.max_steps
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            one = lambda form: excess(form.value, form.bracket, form.square)  # noqa: E731
-            settings = krylov, operator, probe, function, bound, one, execution
+            settings = krylov, operator, probe, function, bound, excess, execution
             steps = spent = choose_steps(num_steps, *settings)
+        else:
+            most, steps, spent = num_steps, None, 0
 
         def body(flat, index):
             probe = draw(flat, index[None])

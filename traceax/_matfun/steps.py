@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real, Scalar
 
+from .._adaptive import Adaptive
 from .._checks import check_positive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
+from .._quantity import AbstractQuantity
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
-from .quadratic_form import QuadraticForm
 
 
 class AdaptiveSteps(eqx.Module):
@@ -78,6 +79,30 @@ def check_steps(num_steps: Any, n: int) -> int | AdaptiveSteps:
     return min(check_positive("num_steps", num_steps), n)
 
 
+def excess_of_bracket(
+    value: Inexact[Array, ""],
+    bracket: Real[Array, "2"],
+    square: Real[Array, ""] | float,
+    operator: FlatOperator,
+    k: int | Adaptive,
+    quantity: AbstractQuantity,
+) -> Real[Array, ""]:
+    """Half of a bracket, beyond rounding, over the error that is aimed at: the tolerance,
+    or the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
+    rounding = operator.rounding * jnp.abs(value)
+    if isinstance(k, Adaptive):
+        ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
+        value, low, high = map(k.size, ends)
+        aimed = k.tolerance(value)
+    else:
+        low, high = bracket
+        variance = jnp.maximum(square - jnp.abs(value) ** 2 / operator.size, 0)
+        aimed = jnp.sqrt(2 * variance / k)
+    half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
+    ratio = half / jnp.where(aimed > 0, aimed, 1)
+    return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
+
+
 def choose_steps(
     adaptive: AdaptiveSteps,
     krylov: AbstractKrylovMethod,
@@ -85,12 +110,11 @@ def choose_steps(
     probe: Inexact[Array, " n"],
     function: AbstractSpectralFunction,
     lower_bound: Real[Array, ""] | float | None,
-    excess: Callable[[QuadraticForm], Real[Array, ""]],
+    excess: Callable[[Array, Array, Array], Real[Array, ""]],
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """How many steps this probe takes until `excess`, half of its bracket over the error
-    that is aimed at, is small enough. Looks after 4 steps, and whenever there are a third
-    more."""
+    """How many steps this probe takes until `excess(value, bracket, square)` is small
+    enough. Looks after 4 steps, and whenever there are a third more."""
     most = adaptive.max_steps
     arrays, static = eqx.partition((function, lower_bound), eqx.is_array)
     constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
@@ -105,7 +129,8 @@ def choose_steps(
             following = jnp.minimum(made + jnp.maximum(4, made // 3), most)
             state = krylov.advance(flat, state, made, following)
             form = krylov.read(flat, state, following, *constants, columns=1)
-            return state, following, excess(form) <= adaptive.share
+            found = excess(form.value, form.bracket, form.square)
+            return state, following, found <= adaptive.share
 
         state = krylov.start(flat, probe, most)
         carry = state, jnp.zeros((), jnp.int32), jnp.zeros((), bool)

@@ -1,0 +1,147 @@
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from .._checks import check_window, plain_integer
+from .._flat import FlatOperator
+from .._kernel.dense import svd
+from .._kernel.frechet import divided_differences, few_pairs
+from .._kernel.golub_kahan import (
+    golub_kahan_advance,
+    golub_kahan_run,
+    golub_kahan_start,
+)
+from .._kernel.lanczos import unit
+from .._kernel.quadrature import Compression, tridiagonal
+from .functions import AbstractSpectralFunction
+from .krylov import AbstractKrylovMethod
+from .quadratic_form import (
+    bracket_of,
+    combine,
+    QuadraticForm,
+    subgradients_at,
+    values_at,
+)
+
+
+class GolubKahan(AbstractKrylovMethod):
+    """Golub-Kahan bidiagonalisation, for functions of the singular values of an operator
+    with at least as many rows as columns: in a step one product with it and one with its
+    adjoint. $A^* A$ is never formed.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.MatrixLinearOperator(3 * jnp.eye(300) - jnp.eye(300, k=1))
+        estimator = tx.SLQEstimator(krylov=tx.GolubKahan(window=0))
+        solution = tx.logdet(
+            operator, estimator, k=20, num_steps=20, key=jax.random.key(0)
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Attributes:**
+
+    - `window`: as for [`traceax.Lanczos`][].
+    """
+
+    window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
+    products_per_step: ClassVar[int] = 2
+
+    def __check_init__(self):
+        check_window(self.window)
+
+    def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
+        return function.of_singular_values
+
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return golub_kahan_start(operator.mv, probe, most)
+
+    def advance(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        settings = {"window": self.window, "eps": operator.eps}
+        products = operator.mv, operator.adjoint_mv
+        return golub_kahan_advance(*products, state, first, last, **settings)
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        function: AbstractSpectralFunction,
+        lower_bound: Real[Array, ""] | float | None,
+        columns: int,
+    ) -> QuadraticForm:
+        eps, run = operator.eps, golub_kahan_run(state, steps)
+        square = run.norm**2
+
+        def gauss(diagonal, above):
+            u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
+            values = values_at(function, s, eps)
+            return jnp.sum(vh[:, 0] ** 2 * values), values, (u, s, vh)
+
+        value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
+        again, *_ = gauss(run.projected_diagonal, run.projected_above)
+        # Other rules are for B* B, in units of the largest singular value so as not to
+        # overflow.
+        unit_of = jnp.where(s[0] > 0, s[0], 1)
+        diagonal, above = run.diagonal / unit_of, run.above / unit_of
+        alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+        beta = diagonal * above
+        lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
+        if lower_bound is not None:
+            lower = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
+
+        def of_squares(squares):
+            return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
+
+        border = jnp.zeros_like(s).at[run.last].set(diagonal[run.last] * above[-1])
+        compression = Compression(
+            tridiagonal(alpha, beta), border[None], (s / unit_of) ** 2, vh.T
+        )
+        first = jnp.ones(1, bool)
+        bracket = bracket_of(function, value, compression, first, lower**2, of_squares)
+
+        slopes = subgradients_at(function, s, eps)
+        slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
+        _, size = unit(vh[:, 0] * slopes * s)
+        residual = run.above[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
+        # That of `f(sqrt x)` at A* A, in the direction dA* A + A* dA, with A V = U B.
+        total = s[:, None] + s
+        share = jnp.where(total > 0, 2 * s[:, None] / jnp.where(total > 0, total, 1), 1)
+        differences = share * divided_differences(s, values, slopes)
+        left, right = few_pairs(differences, vh[:, 0], columns)
+        return QuadraticForm(
+            value=square * value,
+            square=square * jnp.sum((vh[:, 0] * values) ** 2),
+            left=run.norm * combine(left, u.T, run.left),
+            right=run.norm * combine(right, vh, run.right),
+            residual=residual,
+            bracket=square * bracket,
+            rounding=square * jnp.abs(again - value),
+            extremes=s[jnp.array([-1, 0])],
+        )
+
+
+GolubKahan.__init__.__doc__ = """**Arguments:**
+
+- `window`: default is `None`, full reorthogonalisation.
+
+**Raises:**
+
+`ValueError` for a negative `window`.
+"""

@@ -1,0 +1,127 @@
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from .._checks import check_window, plain_integer
+from .._flat import FlatOperator
+from .._kernel.frechet import divided_differences, few_pairs
+from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start, unit
+from .._kernel.quadrature import apply_to_first, Compression, ritz, tridiagonal
+from .functions import AbstractSpectralFunction
+from .krylov import AbstractKrylovMethod
+from .quadratic_form import (
+    bracket_of,
+    combine,
+    integral,
+    lower_end,
+    QuadraticForm,
+    slopes_at,
+    values_at,
+)
+
+
+class Lanczos(AbstractKrylovMethod):
+    """Lanczos, for functions of the eigenvalues of a Hermitian operator: one product in a
+    step.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = 3 * jnp.eye(300) - jnp.eye(300, k=1) - jnp.eye(300, k=-1)
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        estimator = tx.SLQEstimator(krylov=tx.Lanczos(window=0))
+        solution = tx.logdet(
+            operator, estimator, k=20, num_steps=20, key=jax.random.key(0)
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Attributes:**
+
+    - `window`: how many of the last basis vectors each new one is orthogonalised against.
+        `None`: all, so that rounding errors play no role. 0: none, which is fastest, and
+        needs more steps for the same accuracy once Ritz values have converged.
+    """
+
+    window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
+    products_per_step: ClassVar[int] = 1
+
+    def __check_init__(self):
+        check_window(self.window)
+
+    def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
+        return operator.hermitian and not function.of_singular_values
+
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return lanczos_start(probe, most, window=self.window)
+
+    def advance(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        settings = {"window": self.window, "eps": operator.eps}
+        return lanczos_advance(operator.mv, state, first, last, **settings)
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        function: AbstractSpectralFunction,
+        lower_bound: Real[Array, ""] | float | None,
+        columns: int,
+        largest: Real[Array, ""] | float = -jnp.inf,
+    ) -> QuadraticForm:
+        """As of every method. `largest` is an eigenvalue that there is for sure."""
+        eps, run = operator.eps, lanczos_run(state, steps)
+        nodes, vectors = ritz(run.alpha, run.beta)
+        square, first = run.norm**2, jnp.ones(1, bool)
+        values = values_at(function, nodes, eps)
+        value = jnp.sum(vectors[0] ** 2 * values)
+        again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
+        again = integral(lambda x: values_at(function, x, eps), again, first)
+
+        matrix = tridiagonal(run.alpha, run.beta)
+        border = jnp.zeros_like(nodes).at[run.last].set(run.beta[-1])
+        compression = Compression(matrix, border[None], nodes, vectors)
+        lower = lower_end(function, compression, lower_bound, eps)
+        bracket = bracket_of(function, value, compression, first, lower, largest=largest)
+
+        slopes = slopes_at(function, nodes, eps)
+        slope = apply_to_first(nodes, vectors, slopes)
+        _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
+        residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
+        differences = divided_differences(nodes, values, slopes)
+        left, right = few_pairs(differences, vectors[0], columns)
+        return QuadraticForm(
+            value=square * value,
+            square=square * jnp.sum((vectors[0] * values) ** 2),
+            left=run.norm * combine(left, vectors.T, run.basis),
+            right=run.norm * combine(right, vectors.T, run.basis),
+            residual=residual,
+            bracket=square * bracket,
+            rounding=square * jnp.abs(again - value),
+            extremes=nodes[jnp.array([0, -1])],
+        )
+
+
+Lanczos.__init__.__doc__ = """**Arguments:**
+
+- `window`: default is `None`, full reorthogonalisation.
+
+**Raises:**
+
+`ValueError` for a negative `window`.
+"""
