@@ -249,7 +249,7 @@ def one_block(k):
 
 @pytest.mark.parametrize("call", [one_block, krylov_aware])
 def test_estimators_without_rounds(call):
-    with pytest.raises(ValueError, match="needs a fixed budget") as caught:
+    with pytest.raises(ValueError, match="needs") as caught:
         call(budget(rtol=0.1))
     message = str(caught.value)
     assert "Adaptive" in message

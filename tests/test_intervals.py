@@ -88,7 +88,6 @@ def inside(ends, exact):
         (tx.Power(2.5), lambda x: x**2.5, SLQ, 5),
         (tx.Log(), np.log, DEFLATED, 5),
     ],
-    ids=str,
 )
 def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps):
     call = of_function(function, estimator, num_steps)
@@ -112,7 +111,6 @@ def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps):
         (tx.Exp(), np.exp, DEFLATED, 3),
         (wave, lambda x: np.cos(5 * x), DEFLATED, 5),
     ],
-    ids=str,
 )
 def test_covers_without_a_bracket(function, exact, estimator, num_steps):
     """No bound is known for these; as few steps as there can be trouble with."""
@@ -127,7 +125,6 @@ def test_covers_without_a_bracket(function, exact, estimator, num_steps):
 @pytest.mark.parametrize(
     ("function", "estimator"),
     [(tx.Log(), SLQ), (tx.Exp(), SLQ), (wave, SLQ), (tx.Exp(), DEFLATED)],
-    ids=str,
 )
 def test_no_wider_than_needed(function, estimator):
     """With 40 steps the quadrature is exact, and the interval that of the error bar."""

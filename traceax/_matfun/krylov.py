@@ -22,30 +22,28 @@ class AbstractKrylovMethod(eqx.Module):
         import lineax as lx
         import traceax as tx
 
-        class Centred(tx.AbstractKrylovMethod):
-            # Lanczos on what is orthogonal to constant vectors, the kernel of the
-            # Laplacian of a graph: its eigenvalues there count the spanning trees.
+        class Shallow(tx.AbstractKrylovMethod):
+            # Lanczos of at most three steps.
             products_per_step: ClassVar[int] = 1
 
             def fits(self, operator, function):
                 return tx.Lanczos().fits(operator, function)
 
             def start(self, operator, probe, most):
-                return tx.Lanczos().start(operator, probe - jnp.mean(probe), most)
+                return tx.Lanczos().start(operator, probe, 3)
 
             def advance(self, operator, state, first, last):
-                return tx.Lanczos().advance(operator, state, first, last)
+                return tx.Lanczos().advance(operator, state, first, jnp.minimum(last, 3))
 
-            def read(self, operator, state, steps, function, *settings):
-                return tx.Lanczos().read(operator, state, steps, function, *settings)
+            def read(self, operator, state, steps, *settings):
+                return tx.Lanczos().read(operator, state, jnp.minimum(steps, 3), *settings)
 
-        laplacian = 100 * jnp.eye(100) - jnp.ones((100, 100))
-        operator = lx.MatrixLinearOperator(laplacian, lx.positive_semidefinite_tag)
+        operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
+        estimator = tx.SLQEstimator(krylov=Shallow())
         solution = tx.trace_of_function(
-            operator, tx.Log(), tx.SLQEstimator(krylov=Centred()), k=50, num_steps=5,
-            key=jax.random.key(0),
+            operator, tx.Exp(), estimator, k=4, num_steps=9, key=jax.random.key(0)
         )
-        print(solution.value, "+-", solution.std_err, "exactly", 99 * jnp.log(100))
+        print(f"{solution.value:.1f}")  # 738.9
         ```
 
     **Attributes:**

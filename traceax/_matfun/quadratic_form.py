@@ -129,13 +129,16 @@ def lower_end(
 ) -> Real[Array, ""]:
     """A number that is not above the smallest eigenvalue. Where a function is defined on
     all reals, an operator is taken for positive if its Ritz values are."""
-    nodes = compression.nodes
-    if lower_bound is not None:
-        return jnp.minimum(jnp.asarray(lower_bound, nodes.dtype), nodes[0])
+    nodes, singular = compression.nodes, function.singular_at_zero
+    lower = roundoff(nodes, eps) if singular else jnp.zeros_like(nodes[0])
     if not function.semidefinite_domain:
         beyond = nodes[0] - jnp.linalg.norm(compression.border)
-        return jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
-    return roundoff(nodes, eps) if function.singular_at_zero else jnp.zeros_like(nodes[0])
+        lower = jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
+    if lower_bound is None:
+        return lower
+    known = jnp.minimum(jnp.asarray(lower_bound, nodes.dtype), nodes[0])
+    # Rounding may leave a Ritz value below the domain.
+    return jnp.maximum(known, lower) if function.semidefinite_domain else known
 
 
 def integral(
