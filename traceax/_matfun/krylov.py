@@ -36,7 +36,8 @@ class AbstractKrylovMethod(eqx.Module):
                 return tx.Lanczos().advance(operator, state, first, jnp.minimum(last, 3))
 
             def read(self, operator, state, steps, *settings):
-                return tx.Lanczos().read(operator, state, jnp.minimum(steps, 3), *settings)
+                steps = jnp.minimum(steps, 3)
+                return tx.Lanczos().read(operator, state, steps, *settings)
 
         operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
         estimator = tx.SLQEstimator(krylov=Shallow())
