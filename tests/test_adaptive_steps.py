@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from traceax._flat import flatten
+from traceax._matfun.singular_functions import SingularLog
+from traceax._sampler import draw_for
 
 from .helpers import hermitian
 
@@ -37,30 +40,41 @@ def trace_of(matrix, key, num_steps, function):
     return tx.trace_of_function(operator, function, **settings)
 
 
-@pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "GolubKahan"])
+@eqx.filter_jit
+def half_bracket(matrix, steps, method, function):
+    """Of the first probe, by which steps are chosen, after any number of them."""
+    tags = lx.symmetric_tag if isinstance(method, tx.Lanczos) else ()
+    flat = flatten(lx.MatrixLinearOperator(matrix, tags))
+    probe = draw_for(flat, tx.RademacherSampler(), KEY, jnp.zeros(1, int))[:, 0]
+    low, high = method.form(flat, probe, function, N, None, 1, steps).bracket
+    return (high - low) / 2
+
+
+@pytest.mark.parametrize(
+    ("tags", "method", "function"),
+    [(PSD, tx.Lanczos(), tx.Log()), ((), tx.GolubKahan(), SingularLog())],
+    ids=["Lanczos", "GolubKahan"],
+)
 @pytest.mark.parametrize("name", SPECTRA)
-def test_half_the_bracket_is_a_share_of_the_error(name, tags):
+def test_half_the_bracket_is_a_share_of_the_error(name, tags, method, function):
     """And a quarter less steps would not have been enough, beyond the least number."""
     matrix = hermitian(0, SPECTRA[name])
     solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=64), tags=tags)
-    steps, per_step = int(solution.stats["num_steps"]), 1 if tags else 2
-    assert solution.stats["num_matvecs"] == (K + 1) * steps * per_step
+    steps = solution.stats["num_steps"]
+    products = (K + 1) * steps * method.products_per_step
+    assert solution.stats["num_matvecs"] == products
     assert solution.result == tx.RESULTS.successful
-
-    def half(num_steps):
-        with_fewer = log_det(matrix, KEY, num_steps, tags=tags)
-        # The decision is made by the first probe.
-        low, high = with_fewer.stats["sample_brackets"][0]
-        return (high - low) / 2
-
     # The error that the first probe expects is within a factor of the one that came out.
-    assert half(steps) <= 0.1 * 3 * solution.std_err
+    half = half_bracket(matrix, steps, method, function)
+    assert half <= 0.1 * 3 * solution.std_err
     if steps > 4:
-        assert half(steps - max(4, steps // 4)) > 0.1 / 3 * solution.std_err
+        half = half_bracket(matrix, steps - max(4, steps // 4), method, function)
+        assert half > 0.1 / 3 * solution.std_err
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
-@pytest.mark.parametrize("window", [None, 0])
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(np.float32, None), (np.complex128, None), (np.float64, 0)]
+)
 def test_value_is_that_of_as_many_steps(dtype, window):
     matrix = hermitian(1, SPECTRA["condition 1e3"], dtype)
     estimator = tx.SLQEstimator(krylov=tx.Lanczos(window=window))
