@@ -5,15 +5,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._checks import check_hermitian, check_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
-from .._kernel.lanczos import lanczos
+from .._kernel.frechet import divided_differences
+from .._kernel.lanczos import Lanczos, lanczos
 from .._kernel.quadrature import apply_to_first, ritz
 from .callables import as_spectral_function
 from .functions import AbstractSpectralFunction
-from .quadratic_form import values_at
+from .quadratic_form import slopes_at, values_at
 
 
 class _Action(eqx.Module):
@@ -25,39 +26,117 @@ class _Action(eqx.Module):
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         arrays, static = eqx.partition(self, eqx.is_array)
-        action = eqx.combine(_refuse_derivative(arrays), static)
+        return _apply(arrays, vector, static=static)
+
+    def linear(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """Linear in the vector, whatever Lanczos does with it; f(A) is Hermitian, so its
+        transpose is its complex conjugate."""
 
         def conjugate(_, v):
-            return action.product(v.conj()).conj()
+            return self.product(v.conj()).conj()
 
-        # Linear in the vector, whatever Lanczos does with it; f(A) is Hermitian, so its
-        # transpose is its complex conjugate.
         return jax.lax.custom_linear_solve(
-            lambda v: v, vector, lambda _, v: action.product(v), conjugate
+            lambda v: v, vector, lambda _, v: self.product(v), conjugate
         )
 
     def product(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        flat, function = self.operator, self.function
-        run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
-        nodes, vectors = ritz(run.alpha, run.beta)
-        values = values_at(function, nodes, flat.eps)
+        run, nodes, vectors = self.run(vector)
+        values = values_at(self.function, nodes, self.operator.eps)
         # For the zero vector there is no Krylov space, and f(0) may be infinite.
         first = jnp.where(run.norm > 0, apply_to_first(nodes, vectors, values), 0)
         return run.norm * jnp.matmul(first, run.basis, precision="highest")
 
+    def run(
+        self, vector: Inexact[Array, " n"]
+    ) -> tuple[Lanczos, Real[Array, " s"], Real[Array, "s s"]]:
+        flat = self.operator
+        run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
+        return run, *ritz(run.alpha, run.beta)
+
+    def differences(
+        self, nodes: Real[Array, " s"], others: Real[Array, " s"]
+    ) -> Real[Array, "s s"]:
+        """Divided differences of f between the nodes of two runs."""
+        both = jnp.append(nodes, others)
+        settings = self.function, both, self.operator.eps
+        found = divided_differences(both, values_at(*settings), slopes_at(*settings))
+        return found[: len(nodes), len(nodes) :]
+
+    def derivative(
+        self,
+        nodes: Real[Array, " s"],
+        weights: Real[Array, " s"],
+        products: Inexact[Array, "s n"],
+    ) -> Inexact[Array, " n"]:
+        """The sum of `weights_j f[A, t_j] p_j` for the rows p_j of `products`, where t_j
+        are the nodes and `f[x, t]` is the divided difference. Linear in the products: one
+        run from each, or in reverse mode a single one."""
+
+        def each(entry):
+            node, weight, product = entry
+            run, others, vectors = self.run(product)
+            values = self.differences(others, node[None])[:, 0]
+            first = weight * apply_to_first(others, vectors, values)
+            return run.norm * jnp.matmul(first, run.basis, precision="highest")
+
+        def forward(_, products):
+            total = jnp.sum(jax.lax.map(each, (nodes, weights, products)), axis=0)
+            return jnp.zeros_like(products).at[0].set(total)
+
+        def backward(_, cotangents):
+            run, others, vectors = self.run(cotangents[0].conj())
+            values = self.differences(others, nodes) * vectors[0][:, None] * weights
+            first = jnp.matmul(vectors, values, precision="highest").T
+            return run.norm * jnp.matmul(first, run.basis, precision="highest").conj()
+
+        return jax.lax.custom_linear_solve(lambda x: x, products, forward, backward)[0]
+
 
 @eqx.filter_custom_jvp
-def _refuse_derivative(arrays: PyTree[Array]) -> PyTree[Array]:
-    return arrays
+def _apply(arrays, vector, *, static) -> Any:
+    return eqx.combine(arrays, static).linear(vector)
 
 
-@_refuse_derivative.def_jvp
-def _refuse_derivative_rule(primals, tangents) -> Any:
-    if any(t is not None for t in jax.tree.leaves(tangents)):
+@_apply.def_jvp
+def _apply_rule(primals, tangents, *, static) -> Any:
+    """With `v ~ sum_j c_j x_j` over Ritz vectors x_j at t_j, the derivative of `f(A) v`
+    in a direction dA is `sum_j c_j f[A, t_j] dA x_j`."""
+    arrays, along = primals[0], tangents[0]
+    frozen, vector = _constant(primals)
+    constant = eqx.combine(frozen, static)
+    out, tangent = _apply(*primals, static=static), jnp.zeros_like(vector)
+    if tangents[1] is not None:
+        tangent = constant.linear(tangents[1])
+    if not jax.tree.leaves(along):
+        return out, tangent
+    run, nodes, vectors = constant.run(vector)
+    weights = run.norm * vectors[0]
+    rows = jnp.matmul(vectors.T, run.basis, precision="highest")
+
+    def parts(arrays):
+        action = eqx.combine(arrays, static)
+        products = jax.vmap(action.operator.mv)(rows)
+        return products, values_at(action.function, nodes, action.operator.eps)
+
+    _, (products, values) = eqx.filter_jvp(parts, (arrays,), (along,))
+    if products is not None:
+        tangent = tangent + constant.derivative(nodes, weights, products)
+    if values is not None:
+        tangent = tangent + jnp.matmul(weights * values, rows, precision="highest")
+    return out, tangent
+
+
+@eqx.filter_custom_jvp
+def _constant(primals: PyTree) -> PyTree:
+    return primals
+
+
+@_constant.def_jvp
+def _constant_rule(primals, tangents) -> Any:
+    if jax.tree.leaves(tangents):
         raise NotImplementedError(
-            "`traceax.function_of` has no derivative with respect to the operator or the "
-            "function's parameters. For the trace of a function, and its derivative, use "
-            "`traceax.trace_of_function` or `traceax.logdet`."
+            "`traceax.function_of` has no second derivatives, nor mixed ones in the "
+            "vector and the operator: take differences of first ones."
         )
     return primals[0], tangents[0]
 
@@ -102,9 +181,12 @@ def function_of(
     `num_steps` products with `operator`, and as many vectors of memory.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
-    linear only to that accuracy. Derivatives with respect to the vector work; one with
-    respect to `operator` raises `NotImplementedError`. Eigenvalues outside the domain are
-    not reported: those below it count as its end, where a callable gives NaN it is NaN.
+    linear only to that accuracy. Derivatives with respect to the vector, the arrays of
+    `operator` and those of `function` work, first ones: others raise
+    `NotImplementedError`. One in the operator is made of the Ritz vectors: in reverse
+    mode of one more run and `num_steps` products with the derivative of the operator, in
+    forward mode of `num_steps` more runs. Eigenvalues outside the domain are not
+    reported: those below it count as its end, where a callable gives NaN it is NaN.
 
     **Raises:**
 
