@@ -162,6 +162,12 @@ def jacobian_gram(matrix, point):
     return tx.jacobian_gram(layer(matrix), point)
 
 
+def divergence(matrix, key, throw=True):
+    settings = {"k": 2, "key": key, "throw": throw}
+    velocity, solution = tx.divergence(layer(matrix), matrix[0], **settings)
+    return velocity, *arrays_of(solution)
+
+
 def probes(sampler):
     def run(matrix, key, throw=True):
         return (sampler(key, matrix.shape[0], 5),)
@@ -207,11 +213,13 @@ FUNCTIONS = {
     "hessian": curved(hessian),
     "ggn": curved(ggn),
     "jacobian-gram": curved(jacobian_gram),
+    "divergence": divergence,
     "rademacher": probes(tx.RademacherSampler()),
     "normal": probes(tx.NormalSampler()),
     "sphere": probes(tx.SphereSampler()),
     "steinhaus": probes(tx.SteinhausSampler(jnp.complex128)),
     "slope-diagonal": slope(on_diagonal(tx.XDiagEstimator())),
+    "slope-divergence": slope(lambda *args: divergence(*args)[1:]),
     "slope-xtrace": slope(traced(tx.XTraceEstimator())),
     "slope-logdet": slope(logdet),
 }

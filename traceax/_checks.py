@@ -109,6 +109,23 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be True or False. Found {value!r}.")
 
 
+def check_point(x: Any) -> None:
+    """Raise unless `x` is a PyTree of real floating-point arrays."""
+    leaves = jax.tree.leaves(x)
+    dtypes = [jnp.result_type(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
+    real = [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
+    if not leaves or len(dtypes) < len(leaves) or not all(real):
+        found = [
+            str(jnp.result_type(leaf)) if eqx.is_array_like(leaf) else type(leaf).__name__
+            for leaf in leaves
+        ]
+        raise TypeError(
+            "`x` must be an array, or a PyTree of arrays, of real floating-point "
+            f"numbers. Found leaves of {found}. Convert integers, for example by "
+            "`x.astype(float)`, and close over what is not to be differentiated."
+        )
+
+
 def check_window(window: Any) -> int | None:
     number = plain_integer(window)
     if number is not None and (type(number) is not int or number < 0):

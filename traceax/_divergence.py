@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+
+from ._adaptive import Adaptive
+from ._checks import check_point
+from ._estimator.base import AbstractTraceEstimator
+from ._estimator.hutchinson import HutchinsonEstimator
+from ._execution import AbstractExecution, Local
+from ._solution import Solution
+from ._trace import trace
+
+
+_Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
+
+
+def divergence(
+    fn: Callable[[_Point], _Point],
+    x: _Point,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive | None = None,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> tuple[_Point, Solution]:
+    """A vector field and its divergence, the trace of its Jacobian, from one evaluation.
+
+    What a continuous normalizing flow needs at each step (Grathwohl et al., 2019), and
+    score matching. Products are made in reverse mode, with the transpose of the Jacobian,
+    whose trace is the same: that is the cheaper mode where the result is differentiated
+    again. For `x` of a batch, use `jax.vmap`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        def field(x):
+            return jnp.sin(x) * jnp.sum(x)
+
+        x = jnp.arange(4.0)
+        velocity, exact = tx.divergence(field, x)
+        _, estimate = tx.divergence(field, x, k=3, key=jax.random.key(0))
+        print(exact.value, estimate.value, "+-", estimate.std_err)
+        ```
+
+    **Arguments:**
+
+    - `fn`: a differentiable function.
+    - `x`: the point, a PyTree of n real floating-point numbers in all.
+    - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
+    - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
+        divergence, by n products.
+    - `key`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes fixed
+        along a path, as an integrator of high order wants it, pass the same key.
+
+    **Returns:**
+
+    `fn(x)`, and a [`traceax.Solution`][] whose `value` is the divergence. Derivatives of
+    both are right, to all orders; those of an estimate are unbiased.
+
+    **Raises:**
+
+    - `TypeError`: `x` is not of real floating-point arrays.
+    - `ValueError`: `fn(x)` has not the structure, shapes and dtypes of `x`.
+    - Errors as [`traceax.trace`][].
+    """
+    check_point(x)
+    x = jax.tree.map(jnp.asarray, x)
+    value, pullback = jax.vjp(fn, x)
+    structure, found = _structure(x), _structure(value)
+    if found != structure:
+        raise ValueError(
+            "`fn(x)` must have the structure, shapes and dtypes of `x`. Found "
+            f"{found} for {structure}."
+        )
+    transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
+    settings = {"key": key, "execution": execution, "throw": throw}
+    budget = transposed.in_size() if k is None else k
+    return value, trace(transposed, estimator, k=budget, **settings)
+
+
+def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
