@@ -168,6 +168,14 @@ def divergence(matrix, key, throw=True):
     return velocity, *arrays_of(solution)
 
 
+def laplacian(matrix, key, throw=True):
+    def fn(x):
+        return squares(layer(matrix)(x))
+
+    value, gradient, solution = tx.laplacian(fn, matrix[0], k=3, key=key, throw=throw)
+    return *arrays_of(solution), value, gradient
+
+
 def probes(sampler):
     def run(matrix, key, throw=True):
         return (sampler(key, matrix.shape[0], 5),)
@@ -214,12 +222,14 @@ FUNCTIONS = {
     "ggn": curved(ggn),
     "jacobian-gram": curved(jacobian_gram),
     "divergence": divergence,
+    "laplacian": laplacian,
     "rademacher": probes(tx.RademacherSampler()),
     "normal": probes(tx.NormalSampler()),
     "sphere": probes(tx.SphereSampler()),
     "steinhaus": probes(tx.SteinhausSampler(jnp.complex128)),
     "slope-diagonal": slope(on_diagonal(tx.XDiagEstimator())),
     "slope-divergence": slope(lambda *args: divergence(*args)[1:]),
+    "slope-laplacian": slope(laplacian),
     "slope-xtrace": slope(traced(tx.XTraceEstimator())),
     "slope-logdet": slope(logdet),
 }

@@ -26,9 +26,13 @@ from .public_functions import dense, example, FUNCTIONS, KEY, logdet, N, SETTING
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 everything = pytest.mark.parametrize("name", FUNCTIONS)
-# These make a function operator, which is a new one in each call.
+# These make or take a function, which is a new one in each call.
 NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"} | {
-    name for name in FUNCTIONS if "diagonal" in name or name in ("leaf-traces", "jacobi")
+    name
+    for name in FUNCTIONS
+    if name.endswith(("divergence", "laplacian"))
+    or "diagonal" in name
+    or name in ("leaf-traces", "jacobi")
 }
 
 

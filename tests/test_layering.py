@@ -35,7 +35,7 @@ LEVELS = [
     "_estimator.auto* plot",
     "_measure",
     "_trace _trace_of_function _log_trace_exp _logdet _diagonal _norms _schatten",
-    "_dynamic _divergence internal",
+    "_dynamic _divergence _laplacian internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

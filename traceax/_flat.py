@@ -43,20 +43,26 @@ class _HermitianTag:
 hermitian_tag = _HermitianTag()
 
 
-class _Product(eqx.Module):
+class FlatFunction(eqx.Module):
     """A traced function of a flat vector. Arrays that it closes over are leaves."""
 
     arrays: list[Array]
-    jaxpr: Jaxpr = eqx.field(static=True)
+    code: Jaxpr = eqx.field(static=True)
 
     @classmethod
-    def of(cls, mv: Callable[[Array], Array], size: int, dtype: DTypeLike) -> "_Product":
-        closed = jax.make_jaxpr(mv)(jax.ShapeDtypeStruct((size,), dtype))
+    def of(
+        cls, fn: Callable[[Array], Array], size: int, dtype: DTypeLike
+    ) -> "FlatFunction":
+        closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), dtype))
         return cls([jnp.asarray(x) for x in closed.consts], closed.jaxpr)
 
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        return ClosedJaxpr(self.code, self.arrays)
+
     def __call__(self, vector: Array) -> Array:
-        (product,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.arrays))(vector)
-        return product
+        (out,) = jaxpr_as_fun(self.jaxpr)(vector)
+        return out
 
 
 class FlatOperator(eqx.Module):
@@ -188,7 +194,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
-    product = _Product.of(mv, size, dtype)
+    product = FlatFunction.of(mv, size, dtype)
     return FlatOperator(product, size, dtype, precision, is_hermitian(operator))
 
 

@@ -135,6 +135,16 @@ def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLik
     return dtype
 
 
+def needed(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    """The key, or a `ValueError` if there is none."""
+    if key is None:
+        raise ValueError(
+            "`key` is missing: the estimator draws random probes. Pass, for example, "
+            "`key=jax.random.key(0)`."
+        )
+    return key
+
+
 def draw_for(
     operator: FlatOperator,
     sampler: AbstractSampler,
@@ -142,11 +152,7 @@ def draw_for(
     indices: Array,
 ) -> Inexact[Array, "n m"]:
     """Probes that the operator's own dtypes hold exactly."""
-    if key is None:
-        raise ValueError(
-            "`key` is missing: the estimator draws random probes. Pass, for example, "
-            "`key=jax.random.key(0)`."
-        )
+    key = needed(key)
     dtype = probe_dtype(sampler, operator.dtype)
     probes = draw(sampler, key, indices, operator.size, dtype)
     return probes.astype(operator.precision).astype(operator.dtype)
