@@ -76,6 +76,7 @@ class Adaptive(eqx.Module):
         like `callback`.
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
         set it where the budget allows for both.
+    - `cost`: how much of the user's budget a unit of this one is. Calls set it.
     """
 
     rtol: Real[Array, ""]
@@ -90,6 +91,7 @@ class Adaptive(eqx.Module):
     state: PyTree[Array]
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
     exact_cost: int | None = eqx.field(static=True)
+    cost: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class Adaptive(eqx.Module):
         state: PyTree[Array] = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
         exact_cost: int | None = None,
+        cost: int = 1,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -151,6 +154,7 @@ class Adaptive(eqx.Module):
         self.state = state
         self.norm = norm
         self.exact_cost = exact_cost
+        self.cost = cost
 
     @property
     def num_rounds(self) -> int:
@@ -172,6 +176,11 @@ class Adaptive(eqx.Module):
         if spare < self.round_size:
             return dataclasses.replace(self, max_k=min(self.max_k, n))
         return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
+
+    def halved(self) -> "Adaptive":
+        """The same for an operator of which a product costs two."""
+        most, size = self.max_k // 2, max(2, self.round_size // 2)
+        return dataclasses.replace(self, max_k=most, round_size=size, cost=2)
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
         """What tolerances are compared with: a scalar itself, the norm of others."""

@@ -94,7 +94,7 @@ def iterate(
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
-        spent = rounds * adaptive.round_size
+        spent = rounds * adaptive.round_size * adaptive.cost
         rounds = _report(adaptive.callback, rounds, spent, seen.value, seen.std_err)
         if adaptive.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])

@@ -52,6 +52,10 @@ class AbstractQuantity(eqx.Module):
         users see."""
         return value, std_err
 
+    def of_gram(self) -> "AbstractQuantity | None":
+        """Of a quadratic quantity: what it is of `A A*`, in which it is linear."""
+        return None
+
 
 class Trace(AbstractQuantity):
     """`tr A`, a scalar."""
@@ -105,6 +109,14 @@ class RowNorms(_Structured):
         root, std_err = _root(value, std_err)
         return self._as_vector(root), self._as_vector(std_err)
 
+    def of_gram(self) -> AbstractQuantity:
+        return _RootsOfDiagonal(treedef=self.treedef, shapes=self.shapes)
+
+
+class _RootsOfDiagonal(Diagonal):
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return super().present(*_root(value.real, std_err))
+
 
 class LeafTraces(_Structured):
     """The trace of each diagonal block that belongs to a leaf: a scalar for each leaf."""
@@ -129,6 +141,14 @@ class FrobeniusNorm(AbstractQuantity):
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err)
+
+    def of_gram(self) -> AbstractQuantity:
+        return _RootOfTrace()
+
+
+class _RootOfTrace(Trace):
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return _root(value.real, std_err)
 
 
 class SchattenNorm(AbstractQuantity):
@@ -166,13 +186,15 @@ def _noticed(square: Array, nonzero: Array) -> Array:
 
 
 def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root of a power, whose error is less by the derivative. Infinite, as what
-    overflows, where underflow has left no correct digit."""
+    """The root of a power, whose error is less by the derivative, and for powers of 1 or
+    more at most the root of the error. Infinite, as what overflows, where underflow has
+    left no correct digit."""
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
     positive = ~(value <= 0)
     safe = jnp.where(positive, value, 1)
     root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
-    std_err = jnp.where(positive, std_err / safe * root / power, std_err)
+    most, slope = std_err ** (1 / power), std_err / safe * root / power
+    std_err = jnp.where(positive & ((slope < most) | (power < 1)), slope, most)
     return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

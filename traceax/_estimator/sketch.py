@@ -156,8 +156,6 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if not quantity.linear:
-            raise refusal(self, quantity)
         negative = self.semidefinite and _is_negative(operator, type(self).__name__)
         sign = -1 if negative else 1
         hermitian = is_hermitian(operator)
