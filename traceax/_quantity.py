@@ -26,8 +26,7 @@ class AbstractQuantity(eqx.Module):
 
     - `linear`: whether it is linear in the operator.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
-        are quadratic forms of random vectors, which are skewed, so that error bars have
-        to be wider.
+        are quadratic forms of random vectors.
     """
 
     linear: ClassVar[bool] = True

@@ -219,6 +219,12 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
     )
 
 
+def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
+    """Whether samples are quadratic forms of what varies, so that error bars have to be
+    wider; entries are not if their probes have only a sign or a phase."""
+    return not (quantity.entrywise and sampler.unit_modulus)
+
+
 class AbstractStreamingEstimator(AbstractQuantityEstimator):
     """An estimator whose samples are independent, one from each probe.
 
@@ -279,14 +285,14 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = flatten(operator)
+        flat, skewed = flatten(operator), is_skewed(quantity, self.sampler)
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
             return self._read(quantity, flat, probe), ()
 
         def reduce(outs, valid):
-            return (Moments.of(outs[0], valid, skewed=not quantity.entrywise),)
+            return (Moments.of(outs[0], valid, skewed=skewed),)
 
         def merge(parts):
             return (Moments.merge(parts[0]),)

@@ -18,7 +18,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
-from .base import AbstractQuantityEstimator, refusal
+from .base import AbstractQuantityEstimator, is_skewed, refusal
 
 
 class Sketch(eqx.Module):
@@ -221,7 +221,8 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
         if sketch.expansion is None:
             raise refusal(self, quantity)
-        return read(quantity, sketch.expansion(), sketch.valid)
+        skewed = is_skewed(quantity, self.sampler)
+        return read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
 
     def in_rounds(
         self,
