@@ -8,7 +8,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from ._checks import plain_integer
 from ._quantiles import normal_quantile, student_quantile
@@ -77,6 +77,7 @@ class Adaptive(eqx.Module):
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
         set it where the budget allows for both.
     - `cost`: how much of the user's budget a unit of this one is. Calls set it.
+    - `spent`: how much of that is spent before the first round. Estimators set it.
     """
 
     rtol: Real[Array, ""]
@@ -92,6 +93,7 @@ class Adaptive(eqx.Module):
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
     exact_cost: int | None = eqx.field(static=True)
     cost: int = eqx.field(static=True)
+    spent: Int[Array, ""] | int
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Adaptive(eqx.Module):
         norm: Callable[[PyTree], Scalar] = two_norm,
         exact_cost: int | None = None,
         cost: int = 1,
+        spent: Int[Array, ""] | int = 0,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -155,6 +158,7 @@ class Adaptive(eqx.Module):
         self.norm = norm
         self.exact_cost = exact_cost
         self.cost = cost
+        self.spent = spent
 
     @property
     def num_rounds(self) -> int:
