@@ -29,6 +29,7 @@ ESTIMATORS = {
     "signs": (tx.HutchinsonEstimator(), ()),
     "Diag++": (tx.DiagPlusPlusEstimator(), ()),
     "XDiag": (tx.XDiagEstimator(), ()),
+    "XTrace": (tx.XTraceEstimator(), ()),
     "XNysDiag": (tx.XNysDiagEstimator(), PSD),
     "Auto": (tx.AutoDiagonalEstimator(), ()),
     "Auto, tagged": (tx.AutoDiagonalEstimator(), PSD),

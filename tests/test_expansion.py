@@ -147,7 +147,8 @@ def readings(sketch):
     """Mean, error as if the samples were independent, and error, of each quantity."""
 
     def one(quantity):
-        seen = read(quantity, sketch.expansion(), sketch.valid)
+        skewed = not quantity.entrywise
+        seen = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
         moments = seen.moments
         return scaled(sketch, moments.mean, moments.independent_std_err, seen.std_err)
 

@@ -27,7 +27,7 @@ LEVELS = [
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues _matfun.krylov",
     "_matfun.steps _matfun.arnoldi _matfun.lanczos _matfun.golub_kahan",
-    "_estimator.base _matfun.base _matfun.preconditioner",
+    "_estimator.base _matfun.base _matfun.preconditioner _matfun.samples",
     "_estimator.sketch",
     "_estimator.growing",
     "_estimator.xnystrace _estimator.xdiag _estimator.h* _estimator.exact",

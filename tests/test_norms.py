@@ -13,7 +13,7 @@ import pytest
 
 import traceax as tx
 
-from .helpers import hermitian, z_score
+from .helpers import hermitian, PSD, z_score
 
 
 KEY = jr.key(5)
@@ -22,12 +22,18 @@ NUM_KEYS = 400
 FULL = {"num_steps": N}  # without quadrature error
 
 
-def frobenius(operator, **settings):
-    return tx.frobenius_norm(operator, throw=False, **settings)
+def frobenius(estimator):
+    def norm(operator, **settings):
+        return tx.frobenius_norm(operator, estimator, throw=False, **settings)
+
+    return norm
 
 
-def rows(operator, **settings):
-    return tx.row_norms(operator, throw=False, **settings)
+def rows(estimator):
+    def norm(operator, **settings):
+        return tx.row_norms(operator, estimator, throw=False, **settings)
+
+    return norm
 
 
 def schatten(p):
@@ -37,17 +43,22 @@ def schatten(p):
     return norm
 
 
+ROWS = ft.partial(np.linalg.norm, axis=1)
 # Of each: the call, the power of it that is unbiased, and what NumPy says.
 NORMS = {
-    "frobenius": (frobenius, 2, np.linalg.norm),
-    "rows": (rows, 2, lambda a: np.linalg.norm(a, axis=1)),
+    "frobenius": (frobenius(tx.HutchinsonEstimator()), 2, np.linalg.norm),
+    "rows": (rows(tx.HutchinsonEstimator()), 2, ROWS),
+    "frobenius, XNysTrace": (frobenius(tx.XNysTraceEstimator()), 2, np.linalg.norm),
+    "rows, XNysDiag": (rows(tx.XNysDiagEstimator()), 2, ROWS),
     "nuclear": (schatten(1), 1, lambda a: np.linalg.norm(a, "nuc")),
     "p=0.5": (schatten(0.5), 0.5, lambda a: schatten_of(a, 0.5)),
     "p=2": (schatten(2), 2, np.linalg.norm),
     "p=3": (schatten(3), 3, lambda a: schatten_of(a, 3)),
 }
 SOME = ["frobenius", "rows", "nuclear"]
+GRAM = ["frobenius, XNysTrace", "rows, XNysDiag"]
 some = pytest.mark.parametrize("name", SOME)
+some_and_gram = pytest.mark.parametrize("name", SOME + GRAM)
 
 
 def schatten_of(matrix, p):
@@ -106,14 +117,14 @@ def seen(name, dtype):
 
 REAL_AND_COMPLEX = [
     *((name, np.float64) for name in NORMS if name != "p=2"),
-    *((name, np.complex128) for name in SOME),
+    *((name, np.complex128) for name in [*SOME, "frobenius, XNysTrace"]),
 ]
 on_many_keys = pytest.mark.parametrize(("name", "dtype"), REAL_AND_COMPLEX)
 
 
 @on_many_keys
 def test_powers_are_unbiased(name, dtype):
-    """False alarms: 5e-7 for each of 54 numbers."""
+    """False alarms: 5e-7 for each of 80 numbers."""
     matrix, _, values, *_ = seen(name, dtype)
     _, power, reference = NORMS[name]
     samples = values.reshape(NUM_KEYS, -1) ** power
@@ -197,7 +208,7 @@ def test_brackets_hold_for_each_probe():
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    [*((name, 8) for name in [*SOME, "p=0.5"]), ("rows", N), ("nuclear", N)],
+    [*((name, 8) for name in [*SOME, *GRAM, "p=0.5"]), ("rows", N), ("nuclear", N)],
 )
 def test_zero_operator(name, k):
     solution, gradient = value_and_grad(name, np.zeros((N, N)), k=k)
@@ -229,13 +240,17 @@ def test_derivatives_of_singular_operators():
 def test_second_derivatives():
     """Those of the Frobenius norm and of rows see entries that are zero; those of
     Schatten norms are refused."""
-    direction = general(8)
-    square = lambda name, t: jnp.sum(solve(name, t * direction, k=N).value ** 2)  # noqa: E731
-    for name in ("frobenius", "rows"):
-        curvature = jax.grad(jax.grad(ft.partial(square, name)))(1.0)
-        assert np.allclose(curvature, 2 * np.sum(direction**2))
+    direction, low_rank = general(8), general(8, (N, 3)) @ general(7, (3, N))
+
+    def square(name, matrix, k, t):
+        return jnp.sum(solve(name, t * matrix, k=k).value ** 2)
+
+    exact = [(name, direction, N) for name in ("frobenius", "rows")]
+    for name, matrix, k in [*exact, (GRAM[0], low_rank, 16)]:
+        curvature = jax.grad(jax.grad(ft.partial(square, name, matrix, k)))(1.0)
+        assert np.allclose(curvature, 2 * np.sum(matrix**2))
     with pytest.raises(NotImplementedError, match="Lanczos run has no derivative"):
-        jax.grad(jax.grad(ft.partial(square, "nuclear")))(1.0)
+        jax.grad(jax.grad(ft.partial(square, "nuclear", direction, N)))(1.0)
 
 
 def tree_operator(matrix):
@@ -293,7 +308,7 @@ def test_ill_conditioned_in_float32():
     assert np.allclose(found.value, expected.value, rtol=3e-3)
 
 
-@some
+@some_and_gram
 @pytest.mark.parametrize("scale", [1e-12, 1e15])
 def test_scales(name, scale):
     """In float32."""
@@ -304,7 +319,7 @@ def test_scales(name, scale):
     assert np.allclose(found.std_err, scale * expected.std_err, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["frobenius", "rows", "p=2"])
+@pytest.mark.parametrize("name", ["frobenius", "rows", *GRAM, "p=2"])
 @pytest.mark.parametrize("k", [16, N])
 @pytest.mark.parametrize("scale", [1e-25, 1e-20, 1e20])
 def test_squares_beyond_the_range_are_flagged(name, k, scale):
@@ -319,14 +334,18 @@ def test_squares_beyond_the_range_are_flagged(name, k, scale):
     assert np.allclose(nuclear.value, exact, rtol=2e-6 if k == N else 0.2)
 
 
-def test_small_rows_beside_large_ones_are_none():
-    matrix = np.diag(np.where(np.arange(N) < 3, 1e-25, 2.0).astype(np.float32))
-    solution = solve("rows", matrix, k=16)
-    assert np.allclose(solution.value, np.diag(matrix), atol=1e-18)
+@pytest.mark.parametrize(("name", "large"), [("rows", 21), (GRAM[0], 3)])
+def test_small_rows_beside_large_ones_are_none(name, large):
+    """By a sketch with more probes than there are large ones."""
+    small = np.arange(N) < N - large
+    matrix = np.diag(np.where(small, 1e-25, 2.0).astype(np.float32))
+    solution = solve(name, matrix, k=16)
+    exact = NORMS[name][2](matrix.astype(float))
+    assert np.allclose(solution.value, exact, rtol=1e-5, atol=1e-18)
     assert solution.result == tx.RESULTS.successful
 
 
-@some
+@some_and_gram
 def test_transformations(name):
     """`vmap` is the loop, and forward mode agrees with reverse mode."""
     matrices = np.stack([general(14), general(15)])
@@ -345,7 +364,10 @@ def test_transformations(name):
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("frobenius", 1), ("frobenius", 8), ("rows", 2), ("nuclear", 2), ("nuclear", 8)],
+    [
+        *(("frobenius", 1), ("frobenius", 8), ("frobenius, XNysTrace", 8)),
+        *(("rows", 2), ("nuclear", 2), ("nuclear", 8)),
+    ],
 )
 def test_meshes(name, size):
     matrix = general(14)
@@ -375,6 +397,75 @@ def test_adaptive(name):
     assert np.allclose(solution.std_err, fixed.std_err, rtol=1e-10)
 
 
+SKETCHES = {
+    "frobenius": [
+        *(tx.AutoTraceEstimator(), tx.XTraceEstimator(), tx.XNysTraceEstimator()),
+        *(tx.HutchPlusPlusEstimator(), tx.NystromPlusPlusEstimator()),
+    ],
+    "rows": [
+        *(tx.AutoDiagonalEstimator(), tx.XDiagEstimator(), tx.XNysDiagEstimator()),
+        *(tx.XTraceEstimator(), tx.DiagPlusPlusEstimator()),
+    ],
+}
+
+
+@pytest.mark.parametrize("estimator", SKETCHES["frobenius"], ids=lambda x: x.name)
+def test_low_rank_is_exact_by_sketches(estimator):
+    """From 2 (k // 2) products, counted as the operator makes them."""
+    made = []
+    factor = general(19, (N, 3), np.complex128)
+
+    def mv(vector):
+        jax.debug.callback(lambda _: made.append(1), vector[0])
+        return factor @ (factor.conj().T @ vector)
+
+    structure = jax.ShapeDtypeStruct((N,), complex)
+    operator = lx.FunctionLinearOperator(mv, structure, PSD)
+    solution = tx.frobenius_norm(operator, estimator, k=21, key=KEY)
+    jax.effects_barrier()
+    exact = np.linalg.norm(factor @ factor.conj().T)
+    assert np.isclose(solution.value, exact, rtol=1e-10)
+    assert solution.stats["num_matvecs"] == len(made) == 20
+    assert solution.value.dtype == solution.stats["samples"].dtype == np.float64
+
+
+@pytest.mark.parametrize("estimator", SKETCHES["rows"], ids=lambda x: x.name)
+def test_rows_of_trees_by_sketches(estimator):
+    """Of a general operator on pairs, in products with it and its adjoint."""
+    matrix = general(20, (N, 3)) @ general(21, (3, N))
+    structure = tuple(jax.ShapeDtypeStruct((N // 2,), float) for _ in range(2))
+
+    def mv(pair):
+        return tuple(jnp.split(matrix @ jnp.concatenate(pair), 2))
+
+    operator = lx.FunctionLinearOperator(mv, structure)
+    solution = tx.row_norms(operator, estimator, k=20, key=KEY)
+    assert np.allclose(np.concatenate(solution.value), ROWS(matrix), rtol=1e-9)
+    assert solution.stats["num_matvecs"] == 20
+
+
+def test_adaptive_by_sketches():
+    """Rounds and their history are of products with the operator."""
+    seen = []
+    matrix = hermitian(22, 0.7 ** np.arange(64))
+    budget = {"max_k": 60, "history": True, "callback": lambda k, *_: seen.append(k)}
+    settings = {"rtol": 1e-3, "round_size": 8, **budget}
+    name = "frobenius, XNysTrace"
+    solution = solve(name, matrix, k=tx.Adaptive(**settings))
+    used = int(solution.stats["num_matvecs"])
+    history = np.asarray(solution.stats["history"])
+    spent = history[np.isfinite(history[:, 0]), 0]
+    assert spent.tolist() == [int(k) for k in seen] == list(range(8, used + 1, 8))
+    assert used in (24, 32, 40)
+    assert np.isclose(solution.value, solve(name, matrix, k=used).value, rtol=1e-9)
+    assert np.isclose(solution.value, np.linalg.norm(matrix), rtol=1e-3)
+    resumed = solve(
+        name, matrix, k=tx.Adaptive(**settings | {"rtol": 1e-5}, state=solution.state)
+    )
+    assert resumed.stats["num_matvecs"] > used
+    assert np.isclose(resumed.value, np.linalg.norm(matrix), rtol=1e-5)
+
+
 OPERATOR = lx.MatrixLinearOperator(jnp.asarray(general(18)))
 WIDE = lx.MatrixLinearOperator(jnp.asarray(general(18, (3, 5))))
 NUCLEAR = ft.partial(tx.schatten_norm, key=KEY, k=2, num_steps=2)
@@ -383,8 +474,8 @@ NUCLEAR = ft.partial(tx.schatten_norm, key=KEY, k=2, num_steps=2)
 @pytest.mark.parametrize("norm", [tx.frobenius_norm, tx.row_norms])
 def test_misuse(norm):
     norm = ft.partial(norm, k=8, key=KEY)
-    with pytest.raises(ValueError, match=r"`XTraceEstimator` cannot.*Hutchinson"):
-        norm(OPERATOR, tx.XTraceEstimator())
+    with pytest.raises(ValueError, match=r"`XTraceEstimator` needs at least k=4"):
+        norm(OPERATOR, tx.XTraceEstimator(), k=3)
     with pytest.raises(ValueError, match="must be square"):
         norm(WIDE)
     with pytest.raises(TypeError, match=r"`lineax.AbstractLinearOperator`"):

@@ -8,7 +8,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from ._checks import plain_integer
 from ._quantiles import normal_quantile, student_quantile
@@ -76,6 +76,8 @@ class Adaptive(eqx.Module):
         like `callback`.
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
         set it where the budget allows for both.
+    - `cost`: how much of the user's budget a unit of this one is. Calls set it.
+    - `spent`: how much of that is spent before the first round. Estimators set it.
     """
 
     rtol: Real[Array, ""]
@@ -90,6 +92,8 @@ class Adaptive(eqx.Module):
     state: PyTree[Array]
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
     exact_cost: int | None = eqx.field(static=True)
+    cost: int = eqx.field(static=True)
+    spent: Int[Array, ""] | int
 
     def __init__(
         self,
@@ -106,6 +110,8 @@ class Adaptive(eqx.Module):
         state: PyTree[Array] = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
         exact_cost: int | None = None,
+        cost: int = 1,
+        spent: Int[Array, ""] | int = 0,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -151,6 +157,8 @@ class Adaptive(eqx.Module):
         self.state = state
         self.norm = norm
         self.exact_cost = exact_cost
+        self.cost = cost
+        self.spent = spent
 
     @property
     def num_rounds(self) -> int:
@@ -172,6 +180,11 @@ class Adaptive(eqx.Module):
         if spare < self.round_size:
             return dataclasses.replace(self, max_k=min(self.max_k, n))
         return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
+
+    def halved(self) -> "Adaptive":
+        """The same for an operator of which a product costs two."""
+        most, size = self.max_k // 2, max(2, self.round_size // 2)
+        return dataclasses.replace(self, max_k=most, round_size=size, cost=2)
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
         """What tolerances are compared with: a scalar itself, the norm of others."""

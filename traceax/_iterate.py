@@ -94,7 +94,7 @@ def iterate(
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
-        spent = rounds * adaptive.round_size
+        spent = adaptive.spent + rounds * adaptive.round_size * adaptive.cost
         rounds = _report(adaptive.callback, rounds, spent, seen.value, seen.std_err)
         if adaptive.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
@@ -147,7 +147,12 @@ def _resume(
             "`state` must be of a call with the same `round_size`. Found "
             f"{earlier.round_size} and {round_size}."
         )
-    pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(earlier.buffers), strict=True)
+    return earlier.rounds, embed(empty, earlier.buffers), earlier.assessment
+
+
+def embed(empty: PyTree[Array], earlier: PyTree[Array]) -> PyTree[Array]:
+    """What a shorter run left in its buffers, in the buffers of a longer one."""
+    pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(earlier), strict=True)
     for large, small in pairs:
         if any(a < b for a, b in zip(large.shape, small.shape, strict=True)):
             raise ValueError(
@@ -156,11 +161,10 @@ def _resume(
                 "call, and an operator of the same size."
             )
 
-    def embed(large, small):
+    def put(large, small):
         return jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
 
-    buffers = jax.tree.map(embed, empty, earlier.buffers)
-    return earlier.rounds, buffers, earlier.assessment
+    return jax.tree.map(put, empty, earlier)
 
 
 def sum_over_rounds(

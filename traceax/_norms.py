@@ -26,10 +26,10 @@ def frobenius_norm(
     """Estimate the Frobenius norm of a square linear operator from `k` products.
 
     The root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for the square. Where
-    singular values decay, the root of `trace` of the operator $A^* A$ (tagged positive
-    semidefinite) by [`traceax.XNysTraceEstimator`][] is many times more accurate for as
-    many products with $A$ and its transpose. For rectangular operators, see
-    [`traceax.schatten_norm`][] with `p=2` and `num_steps=1`.
+    singular values decay, `traceax.XNysTraceEstimator()` is many times more accurate: it
+    takes the root of the trace of $A A^*$, by `k // 2` products with $A$ and as many with
+    $A^*$. For rectangular operators, see [`traceax.schatten_norm`][] with `p=2` and
+    `num_steps=1`.
 
     !!! Example
 
@@ -47,9 +47,11 @@ def frobenius_norm(
 
     **Arguments:**
 
-    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][].
-    - `estimator`: a streaming one, whose samples are products with random vectors.
-        Default: [`traceax.HutchinsonEstimator`][].
+    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. Products
+        with the adjoint are products.
+    - `estimator`: one whose samples are products with random vectors, as
+        [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
+        is given the operator $A A^*$, tagged positive semidefinite.
 
     **Returns:**
 
@@ -60,8 +62,7 @@ def frobenius_norm(
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
-    estimate norms.
+    Errors as [`traceax.trace`][].
     """
     quantity = lambda _: FrobeniusNorm()  # noqa: E731
     settings = {"k": k, "key": key, "execution": execution, "throw": throw}
@@ -82,9 +83,9 @@ def row_norms(
     products.
 
     The roots of the means of $|e_a^* A \\omega_i|^2$, which are unbiased for the squares.
-    For the norms of the columns, pass `operator.T`. Where singular values decay, the
-    roots of `diagonal` of the operator $A A^*$ by [`traceax.XNysDiagEstimator`][] are
-    more accurate. Rows whose squares underflow count as zero beside others that do not.
+    For the norms of the columns, pass `operator.T`. Where singular values decay,
+    `traceax.XNysDiagEstimator()` is more accurate: it takes the roots of the diagonal of
+    $A A^*$. Rows whose squares underflow count as zero beside others that do not.
 
     !!! Example
 
@@ -104,17 +105,20 @@ def row_norms(
     **Arguments:**
 
     - `operator`, `estimator`, `k`, `key`, `execution`, `throw`: as for
-        [`traceax.frobenius_norm`][].
+        [`traceax.frobenius_norm`][], with estimators of the diagonal.
 
     **Returns:**
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
     operator's structure. `stats["num_samples"]` is the number of samples. Derivatives are
-    those of the estimate; of the squares they are unbiased.
+    those of the estimate; of the squares they are unbiased. Where the estimate of a
+    square is negative, the row is 0, its `std_err` the root of that of the square, and
+    its derivative 0.
 
     **Raises:**
 
-    Errors as [`traceax.frobenius_norm`][].
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate diagonals.
     """
     settings = {"k": k, "key": key, "execution": execution, "throw": throw}
     return measure(RowNorms.of, operator, estimator, **settings)

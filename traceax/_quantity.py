@@ -26,8 +26,7 @@ class AbstractQuantity(eqx.Module):
 
     - `linear`: whether it is linear in the operator.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
-        are quadratic forms of random vectors, which are skewed, so that error bars have
-        to be wider.
+        are quadratic forms of random vectors.
     """
 
     linear: ClassVar[bool] = True
@@ -51,6 +50,10 @@ class AbstractQuantity(eqx.Module):
         """A sum and its standard error, of the shape that `read` gives, in the form that
         users see."""
         return value, std_err
+
+    def of_gram(self) -> "AbstractQuantity | None":
+        """Of a quadratic quantity: what it is of `A A*`, in which it is linear."""
+        return None
 
 
 class Trace(AbstractQuantity):
@@ -105,6 +108,14 @@ class RowNorms(_Structured):
         root, std_err = _root(value, std_err)
         return self._as_vector(root), self._as_vector(std_err)
 
+    def of_gram(self) -> AbstractQuantity:
+        return _RootsOfDiagonal(treedef=self.treedef, shapes=self.shapes)
+
+
+class _RootsOfDiagonal(Diagonal):
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return super().present(*_root(value.real, std_err))
+
 
 class LeafTraces(_Structured):
     """The trace of each diagonal block that belongs to a leaf: a scalar for each leaf."""
@@ -129,6 +140,14 @@ class FrobeniusNorm(AbstractQuantity):
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err)
+
+    def of_gram(self) -> AbstractQuantity:
+        return _RootOfTrace()
+
+
+class _RootOfTrace(Trace):
+    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
+        return _root(value.real, std_err)
 
 
 class SchattenNorm(AbstractQuantity):
@@ -166,13 +185,15 @@ def _noticed(square: Array, nonzero: Array) -> Array:
 
 
 def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root of a power, whose error is less by the derivative. Infinite, as what
-    overflows, where underflow has left no correct digit."""
+    """The root of a power, whose error is less by the derivative, and for powers of 1 or
+    more at most the root of the error. Infinite, as what overflows, where underflow has
+    left no correct digit."""
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
     positive = ~(value <= 0)
     safe = jnp.where(positive, value, 1)
     root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
-    std_err = jnp.where(positive, std_err / safe * root / power, std_err)
+    most, slope = std_err ** (1 / power), std_err / safe * root / power
+    std_err = jnp.where(positive & ((slope < most) | (power < 1)), slope, most)
     return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

@@ -40,10 +40,13 @@ class AbstractSampler(eqx.Module):
     - `dtype`: of the samples; `None` (the default everywhere) follows the operator.
     - `rotation_invariant`: whether $U \\omega$ is distributed as $\\omega$ for every
         unitary (for real dtypes, orthogonal) $U$.
+    - `unit_modulus`: whether all entries have modulus one, as by default they need not.
+        Error bars of diagonals are narrower then.
     """
 
     dtype: eqx.AbstractVar[DTypeLike | None]
     rotation_invariant: eqx.AbstractClassVar[bool]
+    unit_modulus: ClassVar[bool] = False
 
     def __check_init__(self):
         try:
@@ -208,6 +211,7 @@ class RademacherSampler(AbstractSampler):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
     rotation_invariant: ClassVar[bool] = False
+    unit_modulus: ClassVar[bool] = True
 
     def __check_init__(self):
         _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
@@ -291,6 +295,7 @@ class SteinhausSampler(AbstractSampler):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
     rotation_invariant: ClassVar[bool] = False
+    unit_modulus: ClassVar[bool] = True
 
     def __check_init__(self):
         _check_dtype(self, "complex", jnp.complexfloating)

@@ -1,4 +1,5 @@
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from .._flat import FlatOperator, flatten
 from .._gradient import attach_derivative
 from .._iterate import stream
 from .._moments import Moments
+from .._operator.gram import gram
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate
@@ -55,9 +57,12 @@ class AbstractTraceEstimator(eqx.Module):
     **Attributes:**
 
     - `min_matvecs`: the smallest `k` that it works with.
+    - `quadratic`: whether it estimates norms by itself. For others that is done by the
+        operator $A A^*$.
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
+    quadratic: ClassVar[bool] = False
     fallback: ClassVar[str] = "HutchinsonEstimator"
 
     @property
@@ -96,7 +101,7 @@ class AbstractTraceEstimator(eqx.Module):
         execution: AbstractExecution,
     ) -> Estimate:
         """`run`, for any quantity; with `run` alone an estimator knows the trace."""
-        if isinstance(quantity, Trace):
+        if quantity == Trace():
             return self.run(operator, k, key, execution)
         raise refusal(self, quantity)
 
@@ -162,8 +167,13 @@ class Measurement(AbstractTask):
     quantity: AbstractQuantity
 
     @property
+    def direct(self) -> bool:
+        """Whether products are with the operator, and not with its Gram operator."""
+        return self.quantity.linear or self.estimator.quadratic
+
+    @property
     def min_matvecs(self) -> int:
-        return self.estimator.min_matvecs
+        return self.estimator.min_matvecs * (1 if self.direct else 2)
 
     @property
     def fallback(self) -> str:
@@ -185,7 +195,19 @@ class Measurement(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        return self.estimator.measure(self.quantity, operator, k, key, execution)
+        if self.direct:
+            return self.estimator.measure(self.quantity, operator, k, key, execution)
+        quantity = self.quantity.of_gram()
+        if quantity is None:
+            raise refusal(self.estimator, self.quantity)
+        k = k.halved() if isinstance(k, Adaptive) else k // 2
+        estimate = self.estimator.measure(quantity, gram(operator), k, key, execution)
+        return dataclasses.replace(
+            estimate,
+            value=estimate.value.real,
+            samples=None if estimate.samples is None else estimate.samples.real,
+            num_matvecs=2 * estimate.num_matvecs,
+        )
 
 
 def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> ValueError:
@@ -195,6 +217,12 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
         "Use `traceax.HutchinsonEstimator`, which estimates them all, or another one of "
         "those that the page 'What can be estimated' has for it."
     )
+
+
+def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
+    """Whether samples are quadratic forms of what varies, so that error bars have to be
+    wider; entries are not if their probes have only a sign or a phase."""
+    return not (quantity.entrywise and sampler.unit_modulus)
 
 
 class AbstractStreamingEstimator(AbstractQuantityEstimator):
@@ -227,6 +255,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
     """
 
     sampler: eqx.AbstractVar[AbstractSampler]
+    quadratic: ClassVar[bool] = True
 
     @abc.abstractmethod
     def sample(
@@ -256,14 +285,14 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = flatten(operator)
+        flat, skewed = flatten(operator), is_skewed(quantity, self.sampler)
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
             return self._read(quantity, flat, probe), ()
 
         def reduce(outs, valid):
-            return (Moments.of(outs[0], valid, skewed=not quantity.entrywise),)
+            return (Moments.of(outs[0], valid, skewed=skewed),)
 
         def merge(parts):
             return (Moments.merge(parts[0]),)

@@ -40,6 +40,7 @@ class ExactTraceEstimator(AbstractQuantityEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
+    quadratic: ClassVar[bool] = True
 
     def measure(
         self,

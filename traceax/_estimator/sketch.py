@@ -18,7 +18,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
 from .._solution import Estimate, failure, first_failure, RESULTS
-from .base import AbstractQuantityEstimator, refusal
+from .base import AbstractQuantityEstimator, is_skewed, refusal
 
 
 class Sketch(eqx.Module):
@@ -156,8 +156,6 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if not quantity.linear:
-            raise refusal(self, quantity)
         negative = self.semidefinite and _is_negative(operator, type(self).__name__)
         sign = -1 if negative else 1
         hermitian = is_hermitian(operator)
@@ -223,7 +221,8 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
         if sketch.expansion is None:
             raise refusal(self, quantity)
-        return read(quantity, sketch.expansion(), sketch.valid)
+        skewed = is_skewed(quantity, self.sampler)
+        return read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
 
     def in_rounds(
         self,

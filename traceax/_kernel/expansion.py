@@ -120,13 +120,16 @@ def read(
     quantity: AbstractQuantity,
     expansion: AbstractExpansion,
     valid: Bool[Array, " m"] | None = None,
+    *,
+    skewed: bool,
 ) -> Reading:
-    """The quantity of the estimates that are `valid`, which are the first ones."""
+    """The quantity of the estimates that are `valid`, which are the first ones, and may
+    be `skewed`."""
     ones = jnp.ones_like(expansion.products[0])
     common = jnp.sum(_rows(quantity, [expansion.shared]), axis=0)
     common = common + expansion.shift * quantity.read(ones, ones)
     samples = common + _rows(quantity, expansion.own())
-    moments = Moments.of(samples, valid, skewed=not quantity.entrywise)
+    moments = Moments.of(samples, valid, skewed=skewed)
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
     seen = _rows(quantity, [(expansion.products, expansion.products)])

@@ -162,12 +162,27 @@ class BlockLanczos(eqx.Module):
     - `matrix`: T, of shape (s b, s b). Where the basis has a zero column, its diagonal
         entry is one of A's Rayleigh quotients.
     - `coupling`: B, of the last block to the next one, v.
-    - `basis`: V, block after block; columns are orthonormal or, after a breakdown, zero.
+    - `basis`: V, block after block; columns are orthonormal or, after a breakdown and for
+        steps that were not made, zero.
     """
 
     matrix: Inexact[Array, "p p"]
     coupling: Inexact[Array, "b b"]
     basis: Inexact[Array, "n p"]
+
+
+class BlockLanczosState(eqx.Module):
+    """Where a run is, in buffers for the largest number of steps: the block to apply A
+    to, the one before it with its coupling, the size of what was seen, and what was
+    found."""
+
+    block: Inexact[Array, "n b"]
+    previous: Inexact[Array, "n b"]
+    coupling: Inexact[Array, "b b"]
+    scale: Real[Array, ""]
+    basis: Inexact[Array, "n p"]
+    diagonal: Inexact[Array, "s b b"]
+    below: Inexact[Array, "s b b"]
 
 
 def block_lanczos(
@@ -180,42 +195,83 @@ def block_lanczos(
     """`num_steps` steps from the range of `start`, with one product of b columns each,
     fully reorthogonalised. Golub and Underwood, The Block Lanczos Method for Computing
     Eigenvalues, 1977."""
+    state = block_lanczos_start(start, num_steps, eps=eps)
+    state = block_lanczos_advance(matmat, state, 0, num_steps, eps=eps)
+    return block_lanczos_run(state, num_steps)
+
+
+def block_lanczos_start(
+    start: Inexact[Array, "n b"], most: int, *, eps: float
+) -> BlockLanczosState:
+    """No step yet, of at most `most`."""
     n, b = start.shape
     block, _, _ = thin_svd(start, eps)
+    blocks = jnp.zeros_like(block, shape=(most, b, b))
+    return BlockLanczosState(
+        block=block,
+        previous=jnp.zeros_like(block),
+        coupling=jnp.zeros_like(block, shape=(b, b)),
+        scale=jnp.zeros_like(block, shape=(), dtype=jnp.finfo(start.dtype).dtype),
+        basis=jnp.zeros_like(block, shape=(n, most * b)),
+        diagonal=blocks,
+        below=blocks,
+    )
+
+
+def block_lanczos_advance(
+    matmat: Callable[[Array], Array],
+    state: BlockLanczosState,
+    first: Int[Array, ""] | int,
+    last: Int[Array, ""] | int,
+    *,
+    eps: float,
+) -> BlockLanczosState:
+    """The steps from `first`, as many as were made, to `last`."""
 
     def step(j, state):
-        block, previous, coupling, scale, (basis, diagonal, below) = state
-        basis = jax.lax.dynamic_update_slice(basis, block, (0, j * b))
+        block, b = state.block, state.block.shape[1]
+        at = jnp.zeros_like(j), j * b
+        basis = jax.lax.dynamic_update_slice(state.basis, block, at)
         product = matmat(block)
         form = block.conj().T @ product
-        rest = product - block @ form - previous @ coupling.conj().T
+        rest = product - block @ form - state.previous @ state.coupling.conj().T
         rest = rest - basis @ (basis.conj().T @ rest)
-        scale = jnp.maximum(scale, jnp.max(jnp.abs(form)))
+        scale = jnp.maximum(state.scale, jnp.max(jnp.abs(form)))
         following, s, vh = thin_svd(rest, eps, scale)
         # Weak directions of the block have components in the basis that were small beside
         # the strong ones: a second pass, and what it cancels half of was rounding.
         following = following - basis @ (basis.conj().T @ following)
         following, kept, rotation = thin_svd(following, 0.5, 1.0)
         coupling = (kept[:, None] * rotation) @ (s[:, None] * vh)
-        state = basis, diagonal.at[j].set(form), below.at[j].set(coupling)
-        return following, block, coupling, scale, state
+        return BlockLanczosState(
+            block=following,
+            previous=block,
+            coupling=coupling,
+            scale=scale,
+            basis=basis,
+            diagonal=state.diagonal.at[j].set(form),
+            below=state.below.at[j].set(coupling),
+        )
 
-    square = jnp.zeros_like(block, shape=(b, b))
-    blocks = jnp.zeros_like(block, shape=(num_steps, b, b))
-    empty = jnp.zeros_like(block, shape=(n, num_steps * b)), blocks, blocks
-    scale = jnp.zeros_like(block, shape=(), dtype=jnp.finfo(start.dtype).dtype)
-    start_state = (block, jnp.zeros_like(block), square, scale, empty)
-    *_, (basis, diagonal, below) = jax.lax.fori_loop(0, num_steps, step, start_state)
+    return jax.lax.fori_loop(first, last, step, state)
 
-    matrix = jnp.zeros_like(block, shape=(num_steps, b, num_steps, b))
-    steps = jnp.arange(num_steps)
-    matrix = matrix.at[steps, :, steps].set(diagonal)
-    matrix = matrix.at[steps[1:], :, steps[:-1]].set(below[:-1])
-    matrix = matrix.at[steps[:-1], :, steps[1:]].set(below[:-1].conj().mT)
-    matrix = matrix.reshape(num_steps * b, num_steps * b)
-    missing = jnp.sum(jnp.abs(basis), axis=0) == 0
+
+def block_lanczos_run(
+    state: BlockLanczosState, steps: Int[Array, ""] | int
+) -> BlockLanczos:
+    """What `steps` steps have found, all that were made."""
+    most, b, _ = state.diagonal.shape
+    index = jnp.arange(most)
+    below = jnp.where((index < steps - 1)[:, None, None], state.below, 0)
+    matrix = jnp.zeros_like(state.basis, shape=(most, b, most, b))
+    matrix = matrix.at[index, :, index].set(state.diagonal)
+    matrix = matrix.at[index[1:], :, index[:-1]].set(below[:-1])
+    matrix = matrix.at[index[:-1], :, index[1:]].set(below[:-1].conj().mT)
+    matrix = matrix.reshape(most * b, most * b)
+    missing = jnp.sum(jnp.abs(state.basis), axis=0) == 0
     matrix = matrix + jnp.diag(jnp.where(missing, matrix[0, 0], 0))
-    return BlockLanczos((matrix + matrix.conj().T) / 2, below[-1], basis)
+    matrix = (matrix + matrix.conj().T) / 2
+    return BlockLanczos(matrix, state.below[steps - 1], state.basis)
 
 
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:

@@ -1,16 +1,27 @@
-from typing import Any, ClassVar
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._adaptive import Adaptive
+from .._adaptive import Adaptive, largest_budget
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator
-from .._gradient import attach
+from .._gradient import attach, attach_derivative
+from .._iterate import embed
 from .._kernel.dense import eigh
-from .._kernel.lanczos import block_lanczos
+from .._kernel.lanczos import (
+    block_lanczos_advance,
+    block_lanczos_run,
+    block_lanczos_start,
+    BlockLanczos,
+    BlockLanczosState,
+)
 from .._kernel.quadrature import Compression
-from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
 from .._solution import Estimate, first_failure
@@ -28,6 +39,7 @@ from .quadratic_form import (
     span,
     values_at,
 )
+from .samples import stream_forms
 from .steps import AdaptiveSteps
 
 
@@ -44,14 +56,20 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     product. The other `k - 2 b` probes, less their part in $Q$, estimate the rest with
     `num_steps` steps each.
 
+    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`, and `num_steps` more
+    columns of each of the b vectors are deflated, at the price of b probes, as long as
+    that saves more probes than it costs, but for no more than half of `max_k`. Then
+    probes are added in rounds. Small rounds, of 4 or 8, serve it best.
+
     Pays off where a few well separated eigenvalues, which a Krylov space finds quickly,
     carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
     decaying spectrum. On a dense spectrum it has half of the probes for nothing.
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
-    operations. Memory: `k * num_steps / 2` vectors of length n, and those of the
-    other probes. Needs `k >= 3`. The quadrature error is in `stats` as with
-    [`traceax.SLQEstimator`][].
+    operations. Memory: `k * num_steps / 2` vectors of length n (with `Adaptive` of
+    `max_k`, and a dense eigenvalue problem of that size each time that it grows), and
+    those of the other probes of a block. Needs `k >= 3`. The quadrature error is in
+    `stats` as with [`traceax.SLQEstimator`][].
 
     !!! Example
 
@@ -118,84 +136,252 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 f"function of its eigenvalues. {found(operator, function)} Tag it if it "
                 "is, or use `traceax.SLQEstimator`."
             )
-        num_steps = _fixed("num_steps", num_steps)
-        k = _fixed("k", k)
-        n, block = operator.size, max(1, k // 4)
-        total = min(2 * num_steps, -(-n // block))
-        width = min(num_steps, total) * block
-        probes = draw_for(operator, self.sampler, key, jnp.arange(k - block))
-        start, rest = probes[:, :block], probes[:, block:]
+        if isinstance(num_steps, AdaptiveSteps):
+            raise ValueError(
+                "`KrylovAwareEstimator` needs an integer as `num_steps`. Found "
+                "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
+                "`traceax.SLQEstimator`."
+            )
+        settings = k, num_steps, key, execution
+        deflated = self._deflate(operator, function, *settings)
+        n, b, deflation, rest = operator.size, deflated.b, deflated.deflation, deflated.k
+        lower = lower_end(function, deflation.compression, None, operator.eps)
+        bracket = deflation.bracket(function, lower)
+        ends = deflation.compression.nodes[jnp.array([0, -1])]
 
-        with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
-            run = block_lanczos(matmat, start, total, eps=operator.eps)
-            basis = run.basis[:, :width]
-            for _ in range(2):
-                rest = rest - basis @ (basis.conj().T @ rest)
-            nodes, vectors = eigh(run.matrix)
-            present = jnp.sum(jnp.abs(basis), axis=0) > 0
-            # To the length that they have in the mean, as in XTrace: a constant part of
-            # f then adds no variance.
-            norms = jnp.linalg.norm(rest, axis=0)
-            length = jnp.sqrt((n - jnp.sum(present)).astype(norms.dtype))
-            rest = rest * (length / jnp.where(norms > 0, norms, 1))
-            lead = vectors[:width] * present[:, None]
-            values = values_at(function, nodes, operator.eps)
-            deflated = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
-            slopes = slopes_at(function, nodes, operator.eps)
-            left = run.basis @ ((vectors * slopes) @ lead.conj().T)
-            border = jnp.pad(run.coupling, ((0, 0), ((total - 1) * block, 0)))
-            compression = Compression(run.matrix, border, nodes, vectors)
-            lower = lower_end(function, compression, None, operator.eps)
-            bracket = bracket_of(function, deflated, compression, present, lower)
+        def remaining(flat, indices):
+            """What is left of probes, of the length that it has in the mean, as in
+            XTrace: a constant part of f then adds no variance."""
+            probes = draw_for(flat, self.sampler, key, b + indices)
+            probes = deflation.remove(probes)
+            norms = jnp.linalg.norm(probes, axis=0)
+            length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
+            return probes * (length / jnp.where(norms > 0, norms, 1)), length
 
-        def form(flat, probe):
-            state = _LANCZOS.start(flat, probe, num_steps)
+        def form(flat, index):
+            probes, length = remaining(flat, index[None])
+            state = _LANCZOS.start(flat, probes[:, 0], num_steps)
             state = _LANCZOS.advance(flat, state, 0, num_steps)
-            settings = num_steps, function, lower, gradient.columns, nodes[-1]
-            return _LANCZOS.read(flat, state, *settings)
+            settings = num_steps, function, lower, gradient.columns, ends[1]
+            one = _LANCZOS.read(flat, state, *settings)
+            whole = dataclasses.replace(
+                one,
+                value=deflation.value + one.value,
+                bracket=bracket + one.bracket,
+                extremes=jnp.where(length > 0, one.extremes, ends),
+            )
+            return whole, probes[:, 0]
 
-        forms = execution.map(form, operator.frozen, rest.T, width=num_steps)
-        moments = Moments.of(deflated + forms.value)
-        weight = rest.shape[1] ** -0.5
-        pairs = [weight * x.reshape(-1, n).T for x in (forms.left, forms.right)]
-        left = jnp.concatenate([left, pairs[0]], axis=1)
-        right = jnp.concatenate([basis, pairs[1]], axis=1)
-        used = jnp.concatenate([basis, weight * rest], axis=1)
-        frame = gradient.frame(function, left, right, used)
-        ends = nodes[None, jnp.array([0, -1])]
-        extremes = jnp.where(length > 0, forms.extremes, ends)
-        extremes = span(jnp.append(extremes, ends, axis=0))
+        settings = operator, function, gradient, rest, execution
+        streamed = stream_forms(form, *settings, width=num_steps, quantity=quantity)
+        moments, errors, extremes = streamed.summary
+        sample_errors, _, residuals = streamed.others
+        extremes = span(jnp.stack([extremes, ends]))
+        low, high, rounding = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        brackets = bracket + forms.bracket
-        errors = jnp.concatenate([brackets, forms.rounding[:, None]], axis=1)
-        errors = Moments.of(errors)
-        low, high, rounding = errors.mean
         precise = check_precision(operator, moments, high - low, rounding)
-        extra = {"gradient_residual": forms.residual, "ritz_values": extremes}
+        extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
-            extra["sample_brackets"] = brackets
+            extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
+
+        def mean():
+            left = deflation.left(function, operator.eps)
+            frame = gradient.frame(function, left, deflation.basis, deflation.basis)
+            fixed = attach(operator, deflation.value, frame, execution=execution)
+            return fixed + streamed.mean()
+
+        def probes():
+            index = jnp.arange(largest_budget(rest))
+            weight = jnp.where(index < streamed.count, moments.count**-0.5, 0)
+            used = weight * remaining(operator, index)[0]
+            used = jnp.concatenate([deflation.basis, used], axis=1)
+            return used.shape[1] ** 0.5 * used
+
         return Estimate(
-            value=attach(operator, moments.mean, frame, execution=execution),
+            value=attach_derivative(moments.mean, mean),
             std_err=moments.std_err(),
-            samples=deflated + forms.value,
-            num_matvecs=total * block + num_steps * rest.shape[1],
+            samples=streamed.samples,
+            num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,
-            result=first_failure(in_domain, precise),
-            extra=extra,
-            probes=lambda: used.shape[1] ** 0.5 * used,
+            result=first_failure(in_domain, precise, streamed.loop.result),
+            extra=extra | streamed.loop.extra,
+            state=deflated.state(streamed.loop.state),
+            probes=probes,
             bounds=bounds_of(errors),
         )
 
+    def _deflate(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        k: int | Adaptive,
+        num_steps: int,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> "_Deflated":
+        """Block Lanczos for half of the budget, or as long as that pays."""
+        n, eps = operator.size, operator.eps
+        b, rounds, rest = _split(k)
+        total = min(rounds * num_steps, -(-n // b))
+        least = min(num_steps, total)
+        start = draw_for(operator, self.sampler, key, jnp.arange(b))
 
-def _fixed(name: str, value: Any) -> int:
-    if isinstance(value, int):
-        return value
-    raise ValueError(
-        f"`KrylovAwareEstimator` needs an integer as `{name}`. Found "
-        f"`{name}=traceax.{type(value).__name__}(...)`. Pass an integer, or use "
-        "`traceax.SLQEstimator`."
-    )
+        def look(run, steps):
+            kept = jnp.maximum(steps - num_steps, least)
+            found = block_lanczos_run(run, steps)
+            width = max(total - num_steps, least) * b
+            return _Deflation.of(function, found, steps, kept, width, eps)
+
+        with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
+            advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
+            run = block_lanczos_start(start, total, eps=eps)
+            steps = jnp.asarray(min(2 * num_steps, total), jnp.int32)
+            if isinstance(rest, Adaptive) and rest.state is not None:
+                earlier, steps, loop = rest.state
+                run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
+            else:
+                run = advance(run, 0, steps)
+                if isinstance(rest, Adaptive):
+                    run, steps = _grow(rest, advance, look, run, steps, num_steps)
+            deflation = look(run, steps)
+        if isinstance(rest, Adaptive):
+            rest = dataclasses.replace(rest, spent=-(-steps * b // num_steps))
+        return _Deflated(b, deflation, run, steps, rest)
+
+
+def _split(k: int | Adaptive) -> tuple[int, int, int | Adaptive]:
+    """The size of a block, how many times `num_steps` steps it is to make at most, and
+    the budget for the other probes."""
+    if not isinstance(k, Adaptive):
+        b = max(1, k // 4)
+        return b, 2, k - 2 * b
+    b = max(1, k.round_size // 4)
+    rounds = max(2, k.max_k // (2 * b))
+    return b, rounds, dataclasses.replace(k, max_k=k.max_k - rounds * b)
+
+
+def _grow(
+    k: Adaptive,
+    advance: Callable[..., BlockLanczosState],
+    look: Callable[[BlockLanczosState, Int[Array, ""]], "_Deflation"],
+    run: BlockLanczosState,
+    steps: Int[Array, ""],
+    num_steps: int,
+) -> tuple[BlockLanczosState, Int[Array, ""]]:
+    """Deflate more, as long as that saves more than it costs (Chen and Hallman, section
+    5, with the variance that the error bar sees in the place of a tail bound)."""
+    most, b, _ = run.diagonal.shape
+
+    def unfinished(carry):
+        _, steps, seen, gain = carry
+        return (steps < most) & (k.samples_saved(gain, seen.size, jnp.ones(())) > b)
+
+    def more(carry):
+        run, steps, seen, _ = carry
+        following = jnp.minimum(steps + num_steps, most)
+        run = advance(run, steps, following)
+        now = look(run, following).seen()
+        return run, following, now, now.norm - seen.norm
+
+    seen = look(run, steps).seen()
+    carry = run, steps, seen, seen.norm
+    run, steps, *_ = jax.lax.while_loop(unfinished, more, carry)
+    return run, steps
+
+
+class _Seen(eqx.Module):
+    """What of the squared Frobenius norm of f(A), but for a constant, is deflated, and
+    about its trace: constants add no variance."""
+
+    norm: Real[Array, ""]
+    size: Real[Array, ""]
+
+
+class _Deflation(eqx.Module):
+    """f(A) on a block Krylov space, of which the columns that are `present` in `basis`
+    are deflated; all others are zero.
+
+    - `value`: the trace over them.
+    - `values`: of f, at the nodes.
+    - `whole`: the basis of the whole space.
+    """
+
+    compression: Compression
+    values: Real[Array, " p"]
+    value: Real[Array, ""]
+    basis: Inexact[Array, "n w"]
+    present: Bool[Array, " w"]
+    whole: Inexact[Array, "n p"]
+
+    @classmethod
+    def of(
+        cls,
+        function: AbstractSpectralFunction,
+        run: BlockLanczos,
+        steps: Int[Array, ""],
+        kept: Int[Array, ""],
+        width: int,
+        eps: float,
+    ) -> "_Deflation":
+        """Of `steps` steps, with the first `kept` blocks deflated."""
+        b, p = len(run.coupling), run.basis.shape[1]
+        border = jnp.zeros_like(run.coupling, shape=(b, p))
+        at = jnp.zeros_like(steps), (steps - 1) * b
+        border = jax.lax.dynamic_update_slice(border, run.coupling, at)
+        nodes, vectors = eigh(run.matrix)
+        basis = run.basis[:, :width]
+        present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
+        values = values_at(function, nodes, eps)
+        lead = vectors[:width] * present[:, None]
+        value = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
+        compression = Compression(run.matrix, border, nodes, vectors)
+        return cls(compression, values, value, basis * present, present, run.basis)
+
+    def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+        for _ in range(2):
+            probes = probes - self.basis @ (self.basis.conj().T @ probes)
+        return probes
+
+    @property
+    def lead(self) -> Inexact[Array, "w p"]:
+        return self.compression.vectors[: len(self.present)] * self.present[:, None]
+
+    def bracket(
+        self, function: AbstractSpectralFunction, lower: Real[Array, ""]
+    ) -> Real[Array, "2"]:
+        return bracket_of(function, self.value, self.compression, self.present, lower)
+
+    def left(
+        self, function: AbstractSpectralFunction, eps: float
+    ) -> Inexact[Array, "n w"]:
+        slopes = slopes_at(function, self.compression.nodes, eps)
+        return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
+
+    def seen(self) -> _Seen:
+        """The norm is that of the deflated rows and columns, less a constant, the mean of
+        f over the first block, which is random. That times n, or the deflated part if it
+        is larger, is taken for the trace."""
+        b, n = len(self.compression.border), len(self.basis)
+        first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
+        mean = jnp.sum(first * self.values) / b
+        weighted = (self.values - mean) * self.lead
+        inside = weighted @ self.lead.conj().T
+        norm = 2 * jnp.sum(jnp.abs(weighted) ** 2) - jnp.sum(jnp.abs(inside) ** 2)
+        return _Seen(norm, jnp.maximum(jnp.abs(self.value), n * jnp.abs(mean)))
+
+
+class _Deflated(eqx.Module):
+    """What `steps` steps with blocks of size `b` have found, and what is left of k."""
+
+    b: int
+    deflation: _Deflation
+    run: BlockLanczosState
+    steps: Int[Array, ""]
+    k: int | Adaptive
+
+    def state(self, loop: PyTree[Array]) -> PyTree[Array]:
+        return (self.run, self.steps, loop) if isinstance(self.k, Adaptive) else None
 
 
 KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**

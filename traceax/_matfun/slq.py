@@ -6,11 +6,9 @@ from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive, largest_budget
 from .._checks import check_instance
-from .._execution import AbstractExecution, Local
+from .._execution import AbstractExecution
 from .._flat import FlatOperator
-from .._gradient import attach, attach_derivative
-from .._iterate import stream
-from .._moments import Moments
+from .._gradient import attach_derivative
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
 from .._solution import Estimate, failure, first_failure, RESULTS
@@ -21,7 +19,8 @@ from .golub_kahan import GolubKahan
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
-from .quadratic_form import bounds_of, check_domain, check_precision, span
+from .quadratic_form import bounds_of, check_domain, check_precision
+from .samples import stream_forms
 from .steps import AdaptiveSteps, choose_steps, excess_of_bracket
 
 
@@ -132,29 +131,13 @@ class SLQEstimator(AbstractFunctionEstimator):
         else:
             most, steps, spent = num_steps, None, 0
 
-        def body(flat, index):
-            probe = draw(flat, index[None])
+        def form(flat, index):
+            probe = draw(flat, index[None])[:, 0]
             settings = function, most, bound, gradient.columns, steps
-            one = krylov.form(flat.frozen, probe[:, 0], *settings)
-            frame = gradient.frame(function, one.left.T, one.right.T, probe)
-            value = attach(flat, one.value, frame, execution=Local())
-            errors = jnp.append(one.bracket, one.rounding)
-            return value, (errors, one.extremes, one.residual)
+            return krylov.form(flat, probe, *settings), probe
 
-        def reduce(outs, valid):
-            samples, (errors, extremes, _) = outs
-            errors = Moments.of(errors, valid)
-            return Moments.of(samples, valid), errors, span(extremes)
-
-        def merge(parts):
-            moments, errors, extremes = parts
-            # Of no samples, the extremes are 0.
-            made = moments.count[:, None] > 0
-            extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-            return Moments.merge(moments), Moments.merge(errors), span(extremes)
-
-        settings = {"width": most, "quantity": quantity}
-        streamed = stream(body, reduce, merge, operator, k, execution, **settings)
+        settings = operator, function, gradient, k, execution
+        streamed = stream_forms(form, *settings, width=most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         low, high, rounding = errors.center[0]

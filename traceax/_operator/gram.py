@@ -1,0 +1,25 @@
+import jax
+import jax.numpy as jnp
+import lineax as lx
+
+from .._flat import flatten, unflatten
+
+
+def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
+    """A A*, positive semidefinite: a product with A*, and one with A."""
+    flat = flatten(operator)
+    adjoint_mv = flat.mv if flat.hermitian else flat.adjoint_mv
+    smallest = jnp.finfo(flat.dtype).tiny
+
+    def mv(vector):
+        half = adjoint_mv(vector)
+        image = flat.mv(half)
+        # What underflows is not taken for zero: the least multiple of the identity.
+        lost = jnp.any(half != 0) & (jnp.max(jnp.abs(image)) < smallest)
+        return jnp.where(lost, smallest * jnp.sign(vector), image)
+
+    def coarser(x, y):
+        return max(x, y, key=lambda leaf: float(jnp.finfo(leaf.dtype).eps))
+
+    structure = jax.tree.map(coarser, operator.in_structure(), operator.out_structure())
+    return unflatten(mv, structure, flat.dtype, lx.positive_semidefinite_tag)
