@@ -34,7 +34,7 @@ LEVELS = [
     "_estimator.[!a]* _matfun.*",
     "_estimator.auto* plot",
     "_measure",
-    "_trace _trace_of_function _log_trace_exp _logdet _diagonal _norms _schatten",
+    "_trace _trace_[!_]* _log_trace_exp _logdet _diagonal _norms _schatten",
     "_dynamic _divergence _laplacian internal",
     "__init__",
 ]

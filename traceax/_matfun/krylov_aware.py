@@ -168,6 +168,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 one,
                 value=deflation.value + one.value,
                 bracket=bracket + one.bracket,
+                magnitude=jnp.abs(deflation.value + one.value),
                 extremes=jnp.where(length > 0, one.extremes, ends),
             )
             return whole, probes[:, 0]
@@ -177,9 +178,11 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
-        low, high, rounding = errors.center[0]
+        low, high, rounding, magnitude = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(operator, moments, high - low, rounding)
+        precise = check_precision(
+            operator, moments, high - low, rounding, magnitude
+        )
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
@@ -204,6 +207,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             samples=streamed.samples,
             num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,
+            magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result),
             extra=extra | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),
