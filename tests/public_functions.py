@@ -133,6 +133,12 @@ def action(matrix, key, throw=True):
     return (tx.function_of(dense(matrix), tx.Inverse(), 5).mv(matrix[0]),)
 
 
+def diagonal_of_inverse(matrix, key, throw=True):
+    settings = {"k": 8, "num_steps": 5, "key": key, "throw": throw}
+    solution = tx.diagonal_of_function(dense(matrix), tx.Inverse(), **settings)
+    return solution.value, solution.std_err
+
+
 def difference(matrix, key, throw=True):
     pair = dense(matrix), dense(2 * matrix)
     settings = SETTINGS | {"key": key, "throw": throw}
@@ -230,6 +236,7 @@ FUNCTIONS = {
     "log-trace-exp": log_trace_exp,
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
     "difference": difference,
+    "diagonal-of-inverse": diagonal_of_inverse,
     "frobenius-products": frobenius_products,
     "action": action,
     "hessian": curved(hessian),

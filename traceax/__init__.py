@@ -30,6 +30,7 @@ from ._diagonal import (
     jacobi_preconditioner as jacobi_preconditioner,
     leaf_traces as leaf_traces,
 )
+from ._diagonal_of_function import diagonal_of_function as diagonal_of_function
 from ._divergence import divergence as divergence
 from ._dynamic import DynamicState as DynamicState, DynamicTrace as DynamicTrace
 from ._estimator.auto import (

@@ -87,27 +87,41 @@ def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
     return jnp.stack([jnp.min(extremes[:, 0]), jnp.max(extremes[:, 1])])
 
 
+def outside_domain(
+    function: AbstractSpectralFunction,
+    operator: FlatOperator,
+    extremes: Real[Array, "2"],
+    value: Inexact[Array, ""],
+) -> Bool[Array, ""]:
+    """Whether Ritz values left the domain of `function`, beyond rounding. Where they are
+    not real, it is not finite then."""
+    smallest, largest = extremes
+    size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
+    if operator.hermitian or function.of_singular_values:
+        if function.singular_at_zero:
+            return smallest <= roundoff(extremes, operator.eps)
+        if function.semidefinite_domain:
+            return smallest < -operator.eps * operator.size**0.5 * size
+    return jnp.isfinite(size) & ~jnp.isfinite(value)
+
+
+def how_outside(function: AbstractSpectralFunction, operator: FlatOperator) -> Any:
+    """The result of a call that left the domain."""
+    if function.of_singular_values and function.singular_at_zero:
+        return RESULTS.zero_determinant
+    definite = operator.hermitian and function.singular_at_zero
+    return RESULTS.not_positive_definite if definite else RESULTS.outside_domain
+
+
 def check_domain(
     function: AbstractSpectralFunction,
     operator: FlatOperator,
     extremes: Real[Array, "2"],
     value: Inexact[Array, ""],
 ) -> Any:
-    """Whether Ritz values left the domain of `function`, beyond rounding. Where they are
-    not real, it is not finite then."""
-    smallest, largest = extremes
-    size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
-    how: Any = RESULTS.outside_domain
-    outside = jnp.isfinite(size) & ~jnp.isfinite(value)
-    real = operator.hermitian or function.of_singular_values
-    if real and function.semidefinite_domain:
-        outside = smallest < -operator.eps * operator.size**0.5 * size
-    if real and function.singular_at_zero:
-        outside = smallest <= roundoff(extremes, operator.eps)
-        how = RESULTS.not_positive_definite
-        if function.of_singular_values:
-            how = RESULTS.zero_determinant
-    return failure(outside, how)
+    """The result that says whether Ritz values left the domain."""
+    outside = outside_domain(function, operator, extremes, value)
+    return failure(outside, how_outside(function, operator))
 
 
 def check_precision(
