@@ -24,7 +24,7 @@ from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.quadratic_form import check_domain, how_outside
 from ._quantity import AbstractQuantity, Diagonal
 from ._sampler import draw_for, RademacherSampler
-from ._solution import Estimate, failure, first_failure, Solution
+from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
 
 
@@ -54,18 +54,18 @@ class _Between(eqx.Module):
             return vector
         return self.preconditioner.power(-0.5, vector)
 
-    def look(self, vector: Inexact[Array, " n"]) -> tuple[Array, Array, Array]:
+    def look(self, vector: Inexact[Array, " n"]) -> tuple[Array, Array, Array, Array]:
         """The product, the smallest and the largest Ritz value, and about how large the
-        error of an entry is."""
+        errors of an entry are: that of truncation, and that of rounding."""
         action = eqx.tree_at(
             lambda x: x.operator, self.action, self.action.operator.frozen
         )
         run, nodes, vectors = action.run(self.outside(vector))
         product = self.outside(action.applied(run, nodes, vectors))
         errors = jax.vmap(self.outside)(action.errors(run, nodes, vectors))
-        *truncated, rounding = jnp.linalg.norm(errors, axis=1)
-        error = jnp.max(jnp.stack(truncated)) + rounding
-        return product, nodes[jnp.array([0, -1])], error / vector.size**0.5
+        sizes = jnp.linalg.norm(errors, axis=1) / vector.size**0.5
+        extremes = nodes[jnp.array([0, -1])]
+        return product, extremes, jnp.max(sizes[:3]), jnp.max(sizes[3:])
 
 
 class _DiagonalOfFunction(AbstractTask):
@@ -102,7 +102,7 @@ class _DiagonalOfFunction(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, function, outer = flatten(operator), self.function, self.preconditioner
-        known, spent = jnp.zeros(()), 0
+        known, spent = jnp.zeros((), flat.dtype), 0
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
             flat, function = outer.apply_to(flat), _BeyondOne()
@@ -118,19 +118,21 @@ class _DiagonalOfFunction(AbstractTask):
         estimate = self.estimator.measure(self.quantity, of_function, k, key, execution)
 
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
-        pilot, extremes, error = product.look(jax.lax.stop_gradient(probe))
+        pilot, extremes, truncated, rounding = product.look(jax.lax.stop_gradient(probe))
         in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
         # A product that saw more than this one did is NaN.
         lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
+        size, error = jnp.linalg.norm(value) / flat.size**0.5, truncated + rounding
+        precise = failure(rounding > 0.02 * size, RESULTS.precision_lost)
         ends = jnp.stack([value.real - error, value.real + error])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
         return dataclasses.replace(
             estimate,
             value=value,
             num_matvecs=(estimate.num_matvecs + 1) * self.num_steps + spent,
-            result=first_failure(in_domain, elsewhere, estimate.result),
+            result=first_failure(in_domain, elsewhere, precise, estimate.result),
             extra=estimate.extra | {"ritz_values": extremes, "truncation_error": error},
             bounds=jnp.stack([ends, bars], axis=1),
         )
@@ -224,7 +226,8 @@ def diagonal_of_function(
         `num_steps` is too small; `key` is missing; `preconditioner` does not fit;
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
-        domain of the function; a product was not finite.
+        domain of the function; rounding may change the second digit; a product was not
+        finite.
     """
     check_operator(operator)
     check_hermitian(operator)

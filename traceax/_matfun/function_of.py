@@ -71,10 +71,11 @@ class Action(eqx.Module):
 
     def errors(
         self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
-    ) -> Inexact[Array, "4 n"]:
+    ) -> Inexact[Array, "5 n"]:
         """What may be missing in `f(A) v`, none of it proven: three times what another
-        rule changes, as in `bracket_of`, twice, in the space that there is; and what
-        rounding changes."""
+        rule changes, as in `bracket_of`, twice, in the space that there is; what rounding
+        changes in the coefficients of the run; and what it does to first order where
+        all eigenvalues move by the unit roundoff of the largest."""
         eps, edge = self.operator.eps, run.beta[-1]
 
         def first(matrix):
@@ -92,7 +93,10 @@ class Action(eqx.Module):
         again = first(tridiagonal(run.alpha, jnp.append(run.projected, 0)))
         reference = apply_to_first(nodes, vectors, values_at(self.function, nodes, eps))
         truncated = jnp.where(edge > 0, 2 * (others - reference), 0)
-        changes = jnp.append(truncated, (again - reference)[None], axis=0)
+        slopes = slopes_at(self.function, nodes, eps)
+        moved = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
+        rounded = jnp.stack([again - reference, moved])
+        changes = jnp.concatenate([truncated, rounded])
         changes = jnp.where(jnp.isnan(changes), 0, changes)
         return run.norm * jnp.matmul(changes, run.basis, precision="highest")
 
