@@ -152,8 +152,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def remaining(flat, indices):
             """What is left of probes, of the length that it has in the mean, as in
             XTrace: a constant part of f then adds no variance."""
-            probes = draw_for(flat, self.sampler, key, b + indices)
-            probes = deflation.remove(probes)
+            probes = deflation.remove(draw_for(flat, self.sampler, key, b + indices))
             norms = jnp.linalg.norm(probes, axis=0)
             length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
             return probes * (length / jnp.where(norms > 0, norms, 1)), length
@@ -180,9 +179,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         extremes = span(jnp.stack([extremes, ends]))
         low, high, rounding, magnitude = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(
-            operator, moments, high - low, rounding, magnitude
-        )
+        precise = check_precision(operator, moments, high - low, rounding, magnitude)
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
@@ -207,7 +204,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             samples=streamed.samples,
             num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,
-            magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result),
             extra=extra | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),

@@ -152,9 +152,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 missed = excess(moments.mean, (low, high), 0) > 1
                 wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(
-            operator, moments, high - low, rounding, magnitude
-        )
+        precise = check_precision(operator, moments, high - low, rounding, magnitude)
 
         def probes():
             budget = largest_budget(k)
