@@ -133,6 +133,24 @@ def action(matrix, key, throw=True):
     return (tx.function_of(dense(matrix), tx.Inverse(), 5).mv(matrix[0]),)
 
 
+def diagonal_of_inverse(matrix, key, throw=True):
+    settings = {"k": 8, "num_steps": 5, "key": key, "throw": throw}
+    solution = tx.diagonal_of_function(dense(matrix), tx.Inverse(), **settings)
+    return solution.value, solution.std_err
+
+
+def difference(matrix, key, throw=True):
+    pair = dense(matrix), dense(2 * matrix)
+    settings = SETTINGS | {"key": key, "throw": throw}
+    return arrays_of(tx.trace_difference(*pair, tx.Log(), **settings))
+
+
+def frobenius_products(matrix, key, throw=True):
+    pair = [dense(matrix), dense(matrix @ matrix)]
+    solution = tx.frobenius_products(pair, k=8, key=key, throw=throw)
+    return solution.value, solution.std_err
+
+
 def curved(make):
     def run(matrix, key, throw=True):
         operator = make(matrix, matrix[0])
@@ -217,6 +235,9 @@ FUNCTIONS = {
     "exp-general": general_function_trace,
     "log-trace-exp": log_trace_exp,
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
+    "difference": difference,
+    "diagonal-of-inverse": diagonal_of_inverse,
+    "frobenius-products": frobenius_products,
     "action": action,
     "hessian": curved(hessian),
     "ggn": curved(ggn),

@@ -30,6 +30,7 @@ from ._diagonal import (
     jacobi_preconditioner as jacobi_preconditioner,
     leaf_traces as leaf_traces,
 )
+from ._diagonal_of_function import diagonal_of_function as diagonal_of_function
 from ._divergence import divergence as divergence
 from ._dynamic import DynamicState as DynamicState, DynamicTrace as DynamicTrace
 from ._estimator.auto import (
@@ -95,7 +96,11 @@ from ._matfun.spectral_density import (
     SpectralDensity as SpectralDensity,
 )
 from ._matfun.steps import AdaptiveSteps as AdaptiveSteps
-from ._norms import frobenius_norm as frobenius_norm, row_norms as row_norms
+from ._norms import (
+    frobenius_norm as frobenius_norm,
+    frobenius_products as frobenius_products,
+    row_norms as row_norms,
+)
 from ._operator.curvature import (
     ggn as ggn,
     hessian as hessian,
@@ -112,6 +117,7 @@ from ._schatten import schatten_norm as schatten_norm
 from ._sharded import Sharded as Sharded
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._trace import trace as trace
+from ._trace_difference import trace_difference as trace_difference
 from ._trace_of_function import trace_of_function as trace_of_function
 
 

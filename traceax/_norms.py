@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import operator_first
-from ._estimator.base import AbstractTraceEstimator
+from ._checks import check_instance, operator_first
+from ._estimator.base import AbstractTraceEstimator, Measurement
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, Local
 from ._measure import measure
-from ._quantity import FrobeniusNorm, RowNorms
+from ._operator.stacked import stacked
+from ._quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
 from ._solution import Solution
+from ._solve import solve
 
 
 @operator_first
@@ -122,3 +126,68 @@ def row_norms(
     """
     settings = {"k": k, "key": key, "execution": execution, "throw": throw}
     return measure(RowNorms.of, operator, estimator, **settings)
+
+
+def frobenius_products(
+    operators: Sequence[lx.AbstractLinearOperator],
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\mathrm{tr}(A_i^* A_j)$ for all pairs of several square operators, from
+    `k` products with each.
+
+    The mean of $(A_i \\omega)^* (A_j \\omega)$, the same random vectors for all
+    operators. For symmetric operators these are the $\\mathrm{tr}(A_i A_j)$ of the
+    moment equations for variance components (Haseman-Elston regression).
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 100))
+        identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((300,), x.dtype))
+        operators = [lx.MatrixLinearOperator(x @ x.T / 100), identity]
+        solution = tx.frobenius_products(operators, k=30, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operators`: a list of p square operators, of the same structure and dtype.
+    - `estimator`, `k`, `key`, `execution`, `throw`: as for [`traceax.frobenius_norm`][];
+        with [`traceax.Adaptive`][] the errors of all entries together are compared with
+        the tolerance.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and
+    positive semidefinite, beyond rounding, with a standard error for each entry.
+    `stats["num_matvecs"]` are the products with each operator. Values are unbiased, and
+    so are their derivatives.
+
+    **Raises:**
+
+    Errors as [`traceax.frobenius_norm`][], a `TypeError` where `operators` is not a list
+    or empty, and a `ValueError` where structures differ.
+    """
+    if not isinstance(operators, Sequence) or len(operators) == 0:
+        raise TypeError(
+            "`operators` must be a list of at least one `lineax.AbstractLinearOperator`. "
+            f"Found an object of type {type(operators).__name__}, empty or no list. "
+            "Pass, for example, `[first, second]`."
+        )
+    check_instance(
+        "estimator", estimator, AbstractTraceEstimator, "HutchinsonEstimator()"
+    )
+    stack = stacked({f"operators[{i}]": each for i, each in enumerate(operators)})
+    quantity = FrobeniusProducts(len(operators))
+    task = Measurement(estimator=estimator, quantity=quantity)
+    return solve(task, stack, k=k, key=key, execution=execution, throw=throw)

@@ -150,6 +150,19 @@ class _RootOfTrace(Trace):
         return _root(value.real, std_err)
 
 
+class FrobeniusProducts(AbstractQuantity):
+    """`tr(A_i* A_j)` for all pairs of operators of which A is a stack: a Hermitian array,
+    of shape `(p, p)`."""
+
+    count: int = eqx.field(static=True)
+    linear: ClassVar[bool] = False
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
+        images = image.reshape(self.count, -1)
+        gram = jnp.matmul(images.conj(), images.T, precision="highest")
+        return (gram + gram.conj().T) / 2
+
+
 class SchattenNorm(AbstractQuantity):
     """`(tr |A|^p)^(1/p)`, from pairs for `|A|^p`."""
 

@@ -30,6 +30,7 @@ from ._quantity import (
     AbstractQuantity as AbstractQuantity,
     Diagonal as Diagonal,
     FrobeniusNorm as FrobeniusNorm,
+    FrobeniusProducts as FrobeniusProducts,
     LeafTraces as LeafTraces,
     RowNorms as RowNorms,
     Trace as Trace,

@@ -260,7 +260,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
     @abc.abstractmethod
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]] | Inexact[Array, ""]:
+    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " m"]] | Inexact[Array, ""]:
         """One unbiased estimate of the operator, or of its trace alone.
 
         **Arguments:**
@@ -327,7 +327,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
 
         sample: Any = self.sample(counted, probe)
         shapes = jax.tree.map(jnp.shape, sample)
-        pair = shapes == (probe.shape, probe.shape)
+        pair = shapes == (probe.shape, *map(jnp.shape, products))
         if len(products) != 1 or not (pair or shapes == ()):
             raise ValueError(
                 f"`{self.name}.sample` must return a pair of vectors of length n, or a "

@@ -56,7 +56,7 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
 
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
-    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]]:
+    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " m"]]:
         return probe, mv(probe)
 
 

@@ -120,7 +120,8 @@ class Arnoldi(AbstractKrylovMethod):
             right=gradient[None],
             residual=run.residual * jnp.abs(slope[last]) / jnp.where(size > 0, size, 1),
             bracket=square * (value.real + jnp.stack([-error, error])),
-            rounding=square * jnp.abs(again - value),
+            magnitude=square * jnp.abs(value),
+            rounding=square * (again - value),
             extremes=ends,
         )
 

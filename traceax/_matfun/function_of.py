@@ -9,15 +9,23 @@ from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._checks import check_hermitian, check_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
+from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences
 from .._kernel.lanczos import Lanczos, lanczos
-from .._kernel.quadrature import apply_to_first, ritz
+from .._kernel.quadrature import (
+    apply_to_first,
+    Compression,
+    radau,
+    ritz,
+    shorter,
+    tridiagonal,
+)
 from .callables import as_spectral_function
 from .functions import AbstractSpectralFunction
-from .quadratic_form import slopes_at, values_at
+from .quadratic_form import outside_domain, slopes_at, values_at
 
 
-class _Action(eqx.Module):
+class Action(eqx.Module):
     """`v -> f(A) v`, by Lanczos from v."""
 
     operator: FlatOperator
@@ -40,8 +48,16 @@ class _Action(eqx.Module):
         )
 
     def product(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        run, nodes, vectors = self.run(vector)
+        return self.applied(*self.run(vector))
+
+    def applied(
+        self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
+    ) -> Inexact[Array, " n"]:
+        """`f(A) v`, or NaN where a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
+        ends = nodes[jnp.array([0, -1])]
+        outside = outside_domain(self.function, self.operator, ends, jnp.sum(values))
+        values = jnp.where(outside, jnp.nan, values)
         # For the zero vector there is no Krylov space, and f(0) may be infinite.
         first = jnp.where(run.norm > 0, apply_to_first(nodes, vectors, values), 0)
         return run.norm * jnp.matmul(first, run.basis, precision="highest")
@@ -52,6 +68,37 @@ class _Action(eqx.Module):
         flat = self.operator
         run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
         return run, *ritz(run.alpha, run.beta)
+
+    def errors(
+        self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
+    ) -> Inexact[Array, "5 n"]:
+        """What may be missing in `f(A) v`, none of it proven: three times what another
+        rule changes, as in `bracket_of`, twice, in the space that there is; what rounding
+        changes in the coefficients of the run; and what it does to first order where
+        all eigenvalues move by the unit roundoff of the largest."""
+        eps, edge = self.operator.eps, run.beta[-1]
+
+        def first(matrix):
+            found, basis = eigh(matrix)
+            values = values_at(self.function, found, eps)
+            return apply_to_first(found, basis, values)[: len(nodes)]
+
+        border = jnp.zeros_like(nodes).at[run.last].set(edge)
+        matrix = tridiagonal(run.alpha, run.beta)
+        compression = Compression(matrix, border[None], nodes, vectors)
+        below = jnp.where(nodes[0] > 0, nodes[0] / 2, nodes[0] - edge)
+        above = nodes[-1] + edge
+        rules = [radau(compression, below), -radau(-compression, -above)]
+        others = jax.lax.map(first, jnp.stack([*rules, shorter(compression)]))
+        again = first(tridiagonal(run.alpha, jnp.append(run.projected, 0)))
+        reference = apply_to_first(nodes, vectors, values_at(self.function, nodes, eps))
+        truncated = jnp.where(edge > 0, 2 * (others - reference), 0)
+        slopes = slopes_at(self.function, nodes, eps)
+        moved = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
+        rounded = jnp.stack([again - reference, moved])
+        changes = jnp.concatenate([truncated, rounded])
+        changes = jnp.where(jnp.isnan(changes), 0, changes)
+        return run.norm * jnp.matmul(changes, run.basis, precision="highest")
 
     def differences(
         self, nodes: Real[Array, " s"], others: Real[Array, " s"]
@@ -102,7 +149,7 @@ def _apply_rule(primals, tangents, *, static) -> Any:
     """With `v ~ sum_j c_j x_j` over Ritz vectors x_j at t_j, the derivative of `f(A) v`
     in a direction dA is `sum_j c_j f[A, t_j] dA x_j`."""
     arrays, along = primals[0], tangents[0]
-    frozen, vector = _constant(primals)
+    frozen, vector = first_order_only(primals)
     constant = eqx.combine(frozen, static)
     out, tangent = _apply(*primals, static=static), jnp.zeros_like(vector)
     if tangents[1] is not None:
@@ -127,16 +174,17 @@ def _apply_rule(primals, tangents, *, static) -> Any:
 
 
 @eqx.filter_custom_jvp
-def _constant(primals: PyTree) -> PyTree:
+def first_order_only(primals: PyTree) -> PyTree:
     return primals
 
 
-@_constant.def_jvp
-def _constant_rule(primals, tangents) -> Any:
+@first_order_only.def_jvp
+def _first_order_only_rule(primals, tangents) -> Any:
     if jax.tree.leaves(tangents):
         raise NotImplementedError(
             "`traceax.function_of` has no second derivatives, nor mixed ones in the "
-            "vector and the operator: take differences of first ones."
+            "vector and the operator, nor has `traceax.diagonal_of_function`: take "
+            "differences of first ones."
         )
     return primals[0], tangents[0]
 
@@ -185,8 +233,8 @@ def function_of(
     `operator` and those of `function` work, first ones: others raise
     `NotImplementedError`. One in the operator is made of the Ritz vectors: in reverse
     mode of one more run and `num_steps` products with the derivative of the operator, in
-    forward mode of `num_steps` more runs. Eigenvalues outside the domain are not
-    reported: those below it count as its end, where a callable gives NaN it is NaN.
+    forward mode of `num_steps` more runs. A product is NaN where a Ritz value is outside
+    the domain, beyond rounding.
 
     **Raises:**
 
@@ -218,5 +266,5 @@ def function_of(
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:
         tags.append(lx.positive_semidefinite_tag)
-    action = _Action(flat, function, num_steps)
+    action = Action(flat, function, num_steps)
     return unflatten(action, operator.in_structure(), flat.dtype, frozenset(tags))

@@ -132,7 +132,8 @@ class GolubKahan(AbstractKrylovMethod):
             right=run.norm * combine(right, vh, run.right),
             residual=residual,
             bracket=square * bracket,
-            rounding=square * jnp.abs(again - value),
+            magnitude=square * jnp.abs(value),
+            rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
         )
 

@@ -152,8 +152,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def remaining(flat, indices):
             """What is left of probes, of the length that it has in the mean, as in
             XTrace: a constant part of f then adds no variance."""
-            probes = draw_for(flat, self.sampler, key, b + indices)
-            probes = deflation.remove(probes)
+            probes = deflation.remove(draw_for(flat, self.sampler, key, b + indices))
             norms = jnp.linalg.norm(probes, axis=0)
             length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
             return probes * (length / jnp.where(norms > 0, norms, 1)), length
@@ -168,6 +167,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 one,
                 value=deflation.value + one.value,
                 bracket=bracket + one.bracket,
+                magnitude=jnp.abs(deflation.value + one.value),
                 extremes=jnp.where(length > 0, one.extremes, ends),
             )
             return whole, probes[:, 0]
@@ -177,9 +177,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
-        low, high, rounding = errors.center[0]
+        low, high, rounding, magnitude = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(operator, moments, high - low, rounding)
+        precise = check_precision(operator, moments, high - low, rounding, magnitude)
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]

@@ -112,7 +112,8 @@ class Lanczos(AbstractKrylovMethod):
             right=run.norm * combine(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,
-            rounding=square * jnp.abs(again - value),
+            magnitude=square * jnp.abs(value),
+            rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
         )
 

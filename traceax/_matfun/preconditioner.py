@@ -99,6 +99,24 @@ class AbstractPreconditioner(eqx.Module):
         An array like `x`.
         """
 
+    def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
+        """The diagonal of $P^p$, by default from its products with unit vectors.
+
+        **Arguments:**
+
+        - `exponent`: p, -1 for [`traceax.diagonal_of_function`][].
+
+        **Returns:**
+
+        An array of shape `(n,)`.
+        """
+
+        def entry(index):
+            unit = jnp.zeros_like(self.largest, shape=self.size).at[index].set(1)
+            return self.power(exponent, unit)[index].real
+
+        return jax.lax.map(entry, jnp.arange(self.size))
+
     @abc.abstractmethod
     def control(
         self,
@@ -226,6 +244,13 @@ class Preconditioner(AbstractPreconditioner):
         part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
         part = jnp.matmul(self.vectors * inner, part, precision="highest")
         return outer.astype(x.dtype) * x + part
+
+    def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
+        """The diagonal of `P**exponent`."""
+        shift = jax.lax.stop_gradient(self.shift)
+        inner = (self.values + shift) ** exponent - shift**exponent
+        squares = jnp.abs(self.vectors) ** 2
+        return shift**exponent + jnp.matmul(squares, inner, precision="highest")
 
     def control(
         self,

@@ -27,6 +27,7 @@ class QuadraticForm(eqx.Module):
         relative to what it should be; for the logarithm that of the solve `A x = z`.
     - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau where
         these are known to be on both sides, and estimated elsewhere.
+    - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
     - `extremes`: smallest and largest Ritz value; for operators that are not Hermitian
@@ -39,7 +40,8 @@ class QuadraticForm(eqx.Module):
     right: Inexact[Array, "r n"]
     residual: Real[Array, ""]
     bracket: Real[Array, "2"]
-    rounding: Real[Array, ""]
+    magnitude: Real[Array, ""]
+    rounding: Inexact[Array, ""]
     extremes: Real[Array, "2"]
 
 
@@ -85,27 +87,41 @@ def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
     return jnp.stack([jnp.min(extremes[:, 0]), jnp.max(extremes[:, 1])])
 
 
+def outside_domain(
+    function: AbstractSpectralFunction,
+    operator: FlatOperator,
+    extremes: Real[Array, "2"],
+    value: Inexact[Array, ""],
+) -> Bool[Array, ""]:
+    """Whether Ritz values left the domain of `function`, beyond rounding. Where they are
+    not real, it is not finite then."""
+    smallest, largest = extremes
+    size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
+    if operator.hermitian or function.of_singular_values:
+        if function.singular_at_zero:
+            return smallest <= roundoff(extremes, operator.eps)
+        if function.semidefinite_domain:
+            return smallest < -operator.eps * operator.size**0.5 * size
+    return jnp.isfinite(size) & ~jnp.isfinite(value)
+
+
+def how_outside(function: AbstractSpectralFunction, operator: FlatOperator) -> Any:
+    """The result of a call that left the domain."""
+    if function.of_singular_values and function.singular_at_zero:
+        return RESULTS.zero_determinant
+    definite = operator.hermitian and function.singular_at_zero
+    return RESULTS.not_positive_definite if definite else RESULTS.outside_domain
+
+
 def check_domain(
     function: AbstractSpectralFunction,
     operator: FlatOperator,
     extremes: Real[Array, "2"],
     value: Inexact[Array, ""],
 ) -> Any:
-    """Whether Ritz values left the domain of `function`, beyond rounding. Where they are
-    not real, it is not finite then."""
-    smallest, largest = extremes
-    size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
-    how: Any = RESULTS.outside_domain
-    outside = jnp.isfinite(size) & ~jnp.isfinite(value)
-    real = operator.hermitian or function.of_singular_values
-    if real and function.semidefinite_domain:
-        outside = smallest < -operator.eps * operator.size**0.5 * size
-    if real and function.singular_at_zero:
-        outside = smallest <= roundoff(extremes, operator.eps)
-        how = RESULTS.not_positive_definite
-        if function.of_singular_values:
-            how = RESULTS.zero_determinant
-    return failure(outside, how)
+    """The result that says whether Ritz values left the domain."""
+    outside = outside_domain(function, operator, extremes, value)
+    return failure(outside, how_outside(function, operator))
 
 
 def check_precision(
@@ -113,11 +129,12 @@ def check_precision(
     moments: Moments,
     width: Real[Array, ""] | float,
     rounding: Real[Array, ""],
+    magnitude: Real[Array, ""],
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
-    reported: the standard error, and the `width` of the bracket. `rounding` is the mean
-    of that of the quadratic forms."""
-    std_err = jnp.hypot(moments.std_err(), operator.rounding * jnp.abs(moments.mean))
+    reported: the standard error, and the `width` of the bracket. `rounding` and
+    `magnitude` are the means of those of the quadratic forms."""
+    std_err = jnp.hypot(moments.std_err(), operator.rounding * magnitude)
     return failure(rounding > (std_err + width) / 2, RESULTS.precision_lost)
 
 
@@ -217,9 +234,10 @@ def bracket_of(
 
 def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
     """Of the mean of quadratic forms: lower and upper end, and the standard error of
-    either, from moments of the lower and the upper ends of brackets, and of roundings."""
-    low, high, rounding = errors.mean
-    low_std_err, high_std_err, _ = errors.std_err()
+    either, from moments of the lower and the upper ends of brackets, of roundings, and
+    of more that plays no role."""
+    low, high, rounding, *_ = errors.mean
+    low_std_err, high_std_err, *_ = errors.std_err()
     low, high = low - rounding, high + rounding
     return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 

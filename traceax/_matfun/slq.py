@@ -115,7 +115,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        krylov, bound = self._method(operator, function), self.lower_bound
+        krylov, bound = self.method(operator, function), self.lower_bound
 
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
@@ -140,7 +140,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(form, *settings, width=most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        low, high, rounding = errors.center[0]
+        low, high, rounding, magnitude = errors.center[0]
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
@@ -152,7 +152,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 missed = excess(moments.mean, (low, high), 0) > 1
                 wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(operator, moments, high - low, rounding)
+        precise = check_precision(operator, moments, high - low, rounding, magnitude)
 
         def probes():
             budget = largest_budget(k)
@@ -166,6 +166,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             samples=streamed.samples,
             num_matvecs=(streamed.count * made + spent) * krylov.products_per_step,
             rounding=operator.rounding,
+            magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
             extra=extra | streamed.loop.extra,
             state=streamed.loop.state,
@@ -173,9 +174,10 @@ class SLQEstimator(AbstractFunctionEstimator):
             bounds=bounds_of(errors),
         )
 
-    def _method(
+    def method(
         self, operator: FlatOperator, function: AbstractSpectralFunction
     ) -> AbstractKrylovMethod:
+        """The Krylov method: `krylov`, or the first that fits."""
         methods = _METHODS if self.krylov is None else (self.krylov,)
         for method in methods:
             if method.fits(operator, function):

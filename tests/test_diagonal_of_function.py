@@ -1,0 +1,320 @@
+"""`diagonal_of_function`: entries and their intervals, preconditioners, domains."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian, matrix_free, PSD, z_score
+
+
+N = 40
+KEY = jr.key(0)
+KEYS = jr.split(jr.key(1), 60)
+SPECTRUM = np.geomspace(0.02, 5, N)
+HUTCHINSON = tx.HutchinsonEstimator()
+
+
+@eqx.filter_jit
+def diagonal(matrix, function, key, *, k=12, num_steps=8, tags=PSD, **settings):
+    settings = {"k": k, "num_steps": num_steps, "key": key, "throw": False} | settings
+    estimator = settings.pop("estimator", tx.AutoDiagonalEstimator())
+    operator = matrix_free(matrix, tags)
+    return tx.diagonal_of_function(operator, function, estimator, **settings)
+
+
+def exact_diagonal(matrix, function):
+    nodes, vectors = np.linalg.eigh(np.asarray(matrix, np.complex128))
+    return np.abs(vectors) ** 2 @ function(nodes)
+
+
+@eqx.filter_jit
+def over_keys(matrix, function, keys, **settings):
+    def one(key):
+        found = diagonal(matrix, function, key, **settings)
+        successful = found.result == tx.RESULTS.successful
+        return found.value, found.interval(), found.std_err, successful
+
+    return jax.lax.map(one, keys)
+
+
+CASES: dict[str, Any] = {
+    "inverse": (tx.Inverse(), lambda x: 1 / x, np.float64, {}),
+    "few steps": (tx.Log(), np.log, np.float64, {"num_steps": 4}),
+    "float32": (tx.Log(), np.log, np.float32, {"estimator": HUTCHINSON}),
+    "complex": (tx.Exp(-1.0), lambda x: np.exp(-x), np.complex128, {"num_steps": 20}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_intervals_hold_the_entries(name):
+    """Of an entry with the frequency asked for, over 60 keys and all entries, whose
+    errors are alike: three points less are allowed. Real parts where it is complex."""
+    function, on_nodes, dtype, settings = CASES[name]
+    matrix = hermitian(0, SPECTRUM, dtype)
+    exact = exact_diagonal(matrix, on_nodes)
+    found = over_keys(matrix, function, KEYS, **settings)
+    values, (low, high), bars, successful = jax.tree.map(np.asarray, found)
+    assert np.all(successful)
+    assert values.dtype == dtype
+    inside = (low.real <= exact) & (exact <= high.real)
+    assert np.mean(inside) > 0.92
+    errors = np.sqrt(np.mean(np.abs(values - exact) ** 2))
+    assert np.sqrt(np.mean(np.abs(bars) ** 2)) < 3 * errors
+
+
+def nystrom(matrix, rank=12):
+    operator = matrix_free(jnp.asarray(matrix), PSD)
+    return tx.nystrom_preconditioner(operator, rank, key=jr.key(5), shift=0.1)
+
+
+def kernel(dtype=np.float64):
+    """A few large eigenvalues, and others near 0.1."""
+    spectrum = 0.1 * (1 + np.random.default_rng(0).uniform(0, 0.02, N))
+    spectrum[:10] += np.geomspace(100, 0.1, 10)
+    return hermitian(2, spectrum, dtype)
+
+
+class Shift(tx.AbstractPreconditioner):
+    """A multiple of the identity, which knows no diagonal."""
+
+    scale: jax.Array
+    num_matvecs: int = 0
+
+    @property
+    def size(self):
+        return N
+
+    @property
+    def logdet(self):
+        return N * jnp.log(self.scale)
+
+    @property
+    def largest(self):
+        return self.scale
+
+    def power(self, exponent, x):
+        return self.scale**exponent * x
+
+    def control(self, operator, value, probes, execution):
+        return value
+
+
+def test_preconditioner():
+    """Unbiased, and many times more accurate from fewer products."""
+    matrix = kernel(np.complex128)
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    preconditioner = nystrom(matrix)
+    settings = {"num_steps": 5, "estimator": HUTCHINSON}
+    values, (low, high), _, successful = over_keys(
+        matrix, tx.Inverse(), KEYS, preconditioner=preconditioner, **settings
+    )
+    assert np.all(successful)
+    assert np.mean((low.real <= exact) & (exact <= high.real)) > 0.92
+    size = np.linalg.norm(exact)
+    assert z_score(np.sum(np.asarray(values), axis=1), np.sum(exact)) < 4
+    settings["num_steps"] = 15
+    plain, *_ = over_keys(matrix, tx.Inverse(), KEYS, **settings)
+    errors = [np.linalg.norm(x - exact, axis=1) / size for x in (values, plain)]
+    assert np.median(errors[0]) < np.median(errors[1]) / 10
+
+
+def test_known_diagonals():
+    preconditioner = nystrom(kernel())
+    vectors, values = np.asarray(preconditioner.vectors), preconditioner.values
+    dense = (vectors * np.asarray(values)) @ vectors.T + 0.1 * np.eye(N)
+    exact = np.diag(np.linalg.inv(dense))
+    assert np.allclose(preconditioner.diagonal_of_power(-1.0), exact, rtol=1e-9)
+    shift = Shift(jnp.array(0.5))
+    assert np.allclose(shift.diagonal_of_power(-1.0), np.full(N, 2.0))
+    matrix = hermitian(0, SPECTRUM)
+    settings = {"num_steps": 20, "estimator": HUTCHINSON}
+    found = diagonal(matrix, tx.Inverse(), KEY, preconditioner=shift, **settings)
+    plain = diagonal(matrix, tx.Inverse(), KEY, **settings)
+    assert np.allclose(found.value, plain.value, rtol=1e-8)
+
+
+OUTSIDE = {
+    "log": (tx.Log(), tx.RESULTS.not_positive_definite),
+    "callable": (jnp.sqrt, tx.RESULTS.outside_domain),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_outside_of_the_domain(name):
+    """As `trace_of_function` says, estimated and exactly; products are NaN."""
+    function, result = OUTSIDE[name]
+    matrix = hermitian(0, SPECTRUM) - np.eye(N)
+    for k in (12, N):
+        assert diagonal(matrix, function, KEY, k=k).result == result
+    operator = matrix_free(jnp.asarray(matrix), lx.symmetric_tag)
+    trace = tx.trace_of_function(
+        operator, function, k=4, num_steps=8, key=KEY, throw=False
+    )
+    assert trace.result == result
+    product = jax.jit(lambda v: tx.function_of(operator, function, num_steps=8).mv(v))
+    assert np.all(np.isnan(product(np.ones(N))))
+
+
+def test_outside_of_the_domain_for_few_probes():
+    """Signs see the mean of the eigenvalues in one step, which is positive; some normal
+    vectors see the negative one. And what is not finite is told apart."""
+    matrix = np.diag(np.append(-N / 2, np.ones(N - 1)))
+    estimator = tx.HutchinsonEstimator(tx.NormalSampler())
+    settings = {"num_steps": 1, "k": 30, "estimator": estimator}
+    found = diagonal(matrix, tx.Log(), KEY, **settings)
+    assert np.all(found.stats["ritz_values"] > 0.4)
+    assert found.result == tx.RESULTS.not_positive_definite
+    found = diagonal(np.nan * matrix, tx.Log(), KEY, **settings)
+    assert found.result == tx.RESULTS.nonfinite_product
+
+
+def test_ill_conditioned_in_float32():
+    """Errors of rounding are in the interval, or the call is flagged."""
+    for smallest in (1e-3, 1e-5, 1e-8):
+        spectrum = np.geomspace(smallest, 1, N)
+        matrix = hermitian(3, spectrum, np.float32)
+        exact = exact_diagonal(matrix, lambda x: 1 / x)
+        found = diagonal(matrix, tx.Inverse(), KEY, num_steps=N)
+        low, high = found.interval()
+        inside = np.mean((low <= exact) & (exact <= high))
+        assert inside > 0.9 or found.result != tx.RESULTS.successful
+
+
+@jax.jit
+def slopes(matrix, along, weights, keys):
+    def value(t, k, key):
+        found = diagonal(matrix + t * along, tx.Log(), key, k=k, num_steps=N)
+        return jnp.sum(weights * found.value)
+
+    estimates = jax.lax.map(lambda key: jax.grad(value)(0.0, 12, key), keys)
+    return (
+        jax.grad(value)(0.0, N, None),
+        jax.jvp(lambda t: value(t, N, None), (0.0,), (1.0,))[1],
+        estimates,
+    )
+
+
+def test_derivative_in_the_operator():
+    """Exactly, and unbiased: z-test over 60 keys, false alarm 6e-5. Some eigenvalues are
+    alike."""
+    generator = np.random.default_rng(4)
+    spectrum = np.append(np.ones(5), np.geomspace(0.1, 3, N - 5))
+    matrix, along = hermitian(0, spectrum), hermitian(7, np.linspace(-1, 1, N))
+    weights, h = generator.standard_normal(N), 1e-5
+    ends = [exact_diagonal(matrix + t * along, np.log) @ weights for t in (h, -h)]
+    exact = (ends[0] - ends[1]) / (2 * h)
+    reverse, forward, estimates = slopes(matrix, along, weights, KEYS)
+    assert np.isclose(reverse, exact, rtol=1e-6)
+    assert np.isclose(forward, exact, rtol=1e-6)
+    assert z_score(estimates, exact) < 4
+
+
+def test_derivative_in_the_function():
+    matrix = hermitian(0, np.linspace(0.1, 2, N))
+
+    @jax.jit
+    def slope(scale):
+        value = lambda s: jnp.sum(diagonal(matrix, tx.Exp(s), KEY, k=N).value)  # noqa: E731
+        step = 1e-5
+        difference = (value(scale + step) - value(scale - step)) / (2 * step)
+        return jax.grad(value)(scale), difference
+
+    assert np.isclose(*slope(-0.7), rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        jax.grad(
+            jax.grad(lambda t: jnp.sum(diagonal(t * matrix, tx.Exp(), KEY, k=N).value))
+        )(1.0)
+
+
+def test_products_are_counted():
+    calls, matrix = [], kernel()
+
+    def on_host(v):
+        calls.append(v.shape)
+        return matrix @ v
+
+    structure = jax.ShapeDtypeStruct((N,), float)
+    product = lambda v: jax.pure_callback(  # noqa: E731
+        on_host, structure, v, vmap_method="sequential"
+    )
+    operator = lx.FunctionLinearOperator(product, structure, PSD)
+    settings = {"k": 6, "num_steps": 4, "key": KEY, "preconditioner": nystrom(matrix)}
+    found = tx.diagonal_of_function(operator, tx.Inverse(), **settings)
+    found.value.block_until_ready()
+    assert found.stats["num_matvecs"] == len(calls) + 12 == 7 * 4 + 12
+
+
+def test_trees_tolerances_and_meshes():
+    matrix = jnp.asarray(hermitian(0, np.linspace(1, 2, N)))
+    structure = {"a": jax.ShapeDtypeStruct((2, 3), float)}
+    structure["b"] = jax.ShapeDtypeStruct((N - 6,), float)
+
+    def mv(tree):
+        out = matrix @ jnp.append(tree["a"].reshape(-1), tree["b"])
+        return {"a": out[:6].reshape(2, 3), "b": out[6:]}
+
+    operator = lx.FunctionLinearOperator(mv, structure, PSD)
+    adaptive = tx.Adaptive(rtol=0.15, max_k=38, round_size=6)
+    settings = {"k": adaptive, "num_steps": 8, "estimator": HUTCHINSON}
+    flat = diagonal(matrix, tx.Inverse(), KEY, **settings)
+    assert flat.result == tx.RESULTS.successful
+    execution = tx.Sharded(tx.probe_mesh())
+    found = tx.diagonal_of_function(
+        operator, tx.Inverse(), key=KEY, execution=execution, **settings
+    )
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    assert np.linalg.norm(flat.value - exact) < 0.15 * np.linalg.norm(exact)
+    for name in ("value", "std_err"):
+        tree = getattr(found, name)
+        joined = np.append(tree["a"].reshape(-1), tree["b"])
+        assert np.allclose(joined, getattr(flat, name), rtol=1e-8)
+    low, high = found.interval()
+    assert low["a"].shape == high["a"].shape == (2, 3)
+
+
+OPERATOR = matrix_free(jnp.asarray(kernel()), PSD)
+SETTINGS = {"k": 6, "num_steps": 3, "key": KEY}
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "message"),
+    [
+        ({"operator": matrix_free(jnp.eye(N))}, ValueError, "must be Hermitian"),
+        ({"function": 3}, TypeError, "`function`"),
+        ({"num_steps": 0}, ValueError, "`num_steps` must be at least 1"),
+        ({"num_steps": tx.AdaptiveSteps()}, TypeError, "`num_steps` must be an integer"),
+        ({"key": None}, ValueError, "`key` is missing"),
+        ({"estimator": tx.SLQEstimator()}, TypeError, "`estimator` must be an instance"),
+        ({"preconditioner": 3}, TypeError, "`preconditioner` must be an instance"),
+        (
+            {"function": tx.Log(), "preconditioner": Shift(jnp.ones(()))},
+            ValueError,
+            r"is for `traceax.Inverse\(\)` without a shift.*Found `Log`",
+        ),
+        (
+            {"function": tx.Inverse(1.0), "preconditioner": Shift(jnp.ones(()))},
+            ValueError,
+            "without a shift",
+        ),
+        (
+            {
+                "operator": matrix_free(jnp.eye(3), PSD),
+                "preconditioner": Shift(jnp.ones(())),
+            },
+            ValueError,
+            "must be of the size of `operator`. Found 40 and 3",
+        ),
+    ],
+)
+def test_misuse(change, exception, message):
+    arguments = {"operator": OPERATOR, "function": tx.Inverse()} | SETTINGS | change
+    with pytest.raises(exception, match=message):
+        tx.diagonal_of_function(**arguments)

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from ._adaptive import Adaptive
+from ._checks import check_hermitian, check_instance, check_operator, check_positive
+from ._estimator.auto_diagonal import AutoDiagonalEstimator
+from ._estimator.base import AbstractTraceEstimator
+from ._execution import AbstractExecution, Local
+from ._flat import dtypes, flatten, hermitian_tag, unflatten
+from ._matfun.callables import as_spectral_function
+from ._matfun.function_of import Action
+from ._matfun.functions import AbstractSpectralFunction, Inverse
+from ._matfun.matrix_diagonal import exact_diagonal_of_function
+from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.quadratic_form import check_domain, how_outside
+from ._quantity import AbstractQuantity, Diagonal
+from ._sampler import draw_for, RademacherSampler
+from ._solution import Estimate, failure, first_failure, RESULTS, Solution
+from ._solve import AbstractTask, solve
+
+
+class _BeyondOne(AbstractSpectralFunction):
+    """`1 / x - 1`."""
+
+    semidefinite_domain: ClassVar[bool] = True
+    singular_at_zero: ClassVar[bool] = True
+    bracketed: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, x):
+        return (1 - x) / x
+
+
+class _Between(eqx.Module):
+    """`P^(-1/2) F P^(-1/2)` for a map F."""
+
+    action: Action
+    preconditioner: AbstractPreconditioner | None
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return self.outside(self.action(self.outside(vector)))
+
+    def outside(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        if self.preconditioner is None:
+            return vector
+        return self.preconditioner.power(-0.5, vector)
+
+    def look(self, vector: Inexact[Array, " n"]) -> tuple[Array, Array, Array, Array]:
+        """The product, the smallest and the largest Ritz value, and about how large the
+        errors of an entry are: that of truncation, and that of rounding."""
+        action = eqx.tree_at(
+            lambda x: x.operator, self.action, self.action.operator.frozen
+        )
+        run, nodes, vectors = action.run(self.outside(vector))
+        product = self.outside(action.applied(run, nodes, vectors))
+        errors = jax.vmap(self.outside)(action.errors(run, nodes, vectors))
+        sizes = jnp.linalg.norm(errors, axis=1) / vector.size**0.5
+        extremes = nodes[jnp.array([0, -1])]
+        return product, extremes, jnp.max(sizes[:3]), jnp.max(sizes[3:])
+
+
+class _DiagonalOfFunction(AbstractTask):
+    """An estimator of the diagonal of a function, with the settings of one call."""
+
+    estimator: AbstractTraceEstimator
+    quantity: AbstractQuantity
+    function: AbstractSpectralFunction
+    num_steps: int = eqx.field(static=True)
+    preconditioner: AbstractPreconditioner | None
+
+    @property
+    def name(self) -> str:
+        return self.estimator.name
+
+    @property
+    def min_matvecs(self) -> int:
+        return self.estimator.min_matvecs
+
+    @property
+    def fallback(self) -> str:
+        return self.estimator.fallback
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        return exact_diagonal_of_function(flatten(operator), self.function, execution)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat, function, outer = flatten(operator), self.function, self.preconditioner
+        known, spent = jnp.zeros((), flat.dtype), 0
+        if outer is not None:
+            # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
+            flat, function = outer.apply_to(flat), _BeyondOne()
+            known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
+        action = Action(flat, function, self.num_steps)
+        product = _Between(action, jax.lax.stop_gradient(outer))
+        real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
+        tags = [lx.symmetric_tag if real else hermitian_tag]
+        if function.nonnegative:
+            tags.append(lx.positive_semidefinite_tag)
+        structure = operator.in_structure()
+        of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
+        estimate = self.estimator.measure(self.quantity, of_function, k, key, execution)
+
+        probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
+        pilot, extremes, truncated, rounding = product.look(jax.lax.stop_gradient(probe))
+        in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
+        # A product that saw more than this one did is NaN.
+        lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
+        elsewhere = failure(lost, how_outside(function, flat))
+        value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
+        size, error = jnp.linalg.norm(value) / flat.size**0.5, truncated + rounding
+        precise = failure(rounding > 0.02 * size, RESULTS.precision_lost)
+        ends = jnp.stack([value.real - error, value.real + error])
+        bars = jnp.broadcast_to(estimate.std_err, ends.shape)
+        return dataclasses.replace(
+            estimate,
+            value=value,
+            num_matvecs=(estimate.num_matvecs + 1) * self.num_steps + spent,
+            result=first_failure(in_domain, elsewhere, precise, estimate.result),
+            extra=estimate.extra | {"ritz_values": extremes, "truncation_error": error},
+            bounds=jnp.stack([ends, bars], axis=1),
+        )
+
+
+def diagonal_of_function(
+    operator: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int,
+    key: PRNGKeyArray | None = None,
+    preconditioner: AbstractPreconditioner | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    r"""Estimate the diagonal of $f(A)$ for a Hermitian operator: marginal variances are
+    that of the inverse.
+
+    `diagonal` of [`traceax.function_of`][], and what that does not know: whether
+    eigenvalues were outside the domain, about how large the error of the Krylov
+    approximation is, and what a preconditioner knows of the inverse. With
+    $M = P^{-1/2} A P^{-1/2}$
+
+    $$\mathrm{diag}\, A^{-1} = \mathrm{diag}\, P^{-1} + \mathrm{diag}\, P^{-1/2} (M^{-1} -
+    I) P^{-1/2},$$
+
+    where the first part is known and the second one small, and M takes few steps.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(300)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        key1, key2 = jax.random.split(jax.random.key(0))
+        preconditioner = tx.nystrom_preconditioner(
+            operator, rank=15, key=key1, shift=0.1
+        )
+        solution = tx.diagonal_of_function(
+            operator,
+            tx.Inverse(),
+            k=10,
+            num_steps=5,
+            key=key2,
+            preconditioner=preconditioner,
+        )
+        error = solution.value / jnp.diag(jnp.linalg.inv(kernel)) - 1
+        print(jnp.max(jnp.abs(error)) < 0.01)  # True
+        ```
+
+    **Arguments:**
+
+    - `operator`, `function`: as for [`traceax.function_of`][].
+    - `estimator`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
+    - `k`: the number of products with $f(A)$, a Python integer or
+        [`traceax.Adaptive`][]. With `k >= n` the answer is exact, from n products with
+        `operator` and a dense factorisation.
+    - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
+        count as n.
+    - `preconditioner`: for `Inverse()` of an operator tagged positive semidefinite. See
+        [`traceax.nystrom_preconditioner`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
+    structure, from at most `(k + 1) * num_steps` products: one more run looks at the
+    spectrum. `std_err` is the sampling error; [`traceax.Solution.interval`][] counts that
+    of the Krylov approximation too. `stats` has, beside the entries described there,
+
+    - `"ritz_values"`: the smallest and the largest of that run (of M, if there is a
+        preconditioner);
+    - `"truncation_error"`: the root-mean-square error that the Krylov approximation, and
+        rounding in it, leave in the entries of one product, as that run tells it: an
+        estimate, not a bound.
+
+    Derivatives, of first order, in the arrays of `operator` and of `function` are
+    estimates of those of the diagonal, as those of [`traceax.function_of`][]. The
+    preconditioner is constant to them.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind.
+    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
+        `num_steps` is too small; `key` is missing; `preconditioner` does not fit;
+        the estimator does not estimate diagonals.
+    - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
+        domain of the function; rounding may change the second digit; a product was not
+        finite.
+    """
+    check_operator(operator)
+    check_hermitian(operator)
+    check_instance(
+        "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"
+    )
+    num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
+    function = as_spectral_function(function, dtypes(operator)[0])
+    if preconditioner is not None:
+        _check_preconditioner(preconditioner, operator, function)
+    task = _DiagonalOfFunction(
+        estimator=estimator,
+        quantity=Diagonal.of(operator),
+        function=function,
+        num_steps=num_steps,
+        preconditioner=preconditioner,
+    )
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+
+
+def _check_preconditioner(
+    preconditioner: Any,
+    operator: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction,
+) -> None:
+    example = "nystrom_preconditioner(operator, rank, key=key)"
+    check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+    if preconditioner.size != operator.in_size():
+        raise ValueError(
+            "`preconditioner` must be of the size of `operator`. Found "
+            f"{preconditioner.size} and {operator.in_size()}. Make it from this "
+            f"operator, for example `traceax.{example}`."
+        )
+    plain = isinstance(function, Inverse) and function.singular_at_zero
+    if not plain or not lx.is_positive_semidefinite(operator):
+        raise ValueError(
+            "`preconditioner` is for `traceax.Inverse()` without a shift, of an operator "
+            f"that is tagged positive semidefinite. Found `{type(function).__name__}`, "
+            f"and an `operator` of type {type(operator).__name__}. Leave "
+            "`preconditioner` out, or shift the operator."
+        )

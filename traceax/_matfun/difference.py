@@ -1,0 +1,93 @@
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from .._flat import FlatOperator
+from .functions import AbstractSpectralFunction
+from .krylov import AbstractKrylovMethod
+from .quadratic_form import QuadraticForm
+
+
+class _Part(eqx.Module):
+    fn: Any
+    which: int = eqx.field(static=True)
+
+    def __call__(self, vector):
+        return jnp.split(self.fn(vector), 2)[self.which]
+
+
+def unstack(operator: FlatOperator) -> list[FlatOperator]:
+    """A and B, of which `operator` is one above the other. Of the products of both the
+    compiler leaves out the one that is not asked for."""
+    fns = _Part(operator.fn, 0), _Part(operator.fn, 1)
+    return [dataclasses.replace(operator, fn=fn) for fn in fns]
+
+
+class Difference(AbstractKrylovMethod):
+    """`z* f(A) z - z* f(B) z`, of an operator that is A above B, by two runs from the
+    same probe with the same method. Numbers of products are those with each of them."""
+
+    method: AbstractKrylovMethod
+
+    def __init__(self, method: AbstractKrylovMethod):
+        self.method = method
+
+    @property
+    def products_per_step(self) -> int:  # pyright: ignore
+        return self.method.products_per_step
+
+    def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
+        return self.method.fits(operator, function)
+
+    def start(
+        self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
+    ) -> PyTree[Array]:
+        return [self.method.start(part, probe, most) for part in unstack(operator)]
+
+    def advance(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        first: Int[Array, ""] | int,
+        last: Int[Array, ""] | int,
+    ) -> PyTree[Array]:
+        pairs = zip(unstack(operator), state, strict=True)
+        return [self.method.advance(part, each, first, last) for part, each in pairs]
+
+    def read(
+        self,
+        operator: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        function: AbstractSpectralFunction,
+        lower_bound: Real[Array, ""] | float | None,
+        columns: int,
+    ) -> QuadraticForm:
+        settings = steps, function, lower_bound, (columns + 1) // 2
+        a, b = (
+            self.method.read(part, each, *settings)
+            for part, each in zip(unstack(operator), state, strict=True)
+        )
+        above, below = jnp.zeros_like(a.left), jnp.zeros_like(b.left)
+        left = [jnp.append(a.left, above, axis=1), jnp.append(below, -b.left, axis=1)]
+        return QuadraticForm(
+            value=a.value - b.value,
+            # The least that `|f(A) z - f(B) z|^2` can be.
+            square=(jnp.sqrt(a.square) - jnp.sqrt(b.square)) ** 2,
+            left=jnp.concatenate(left),
+            right=jnp.concatenate([a.right, b.right]),
+            residual=jnp.maximum(a.residual, b.residual),
+            bracket=a.bracket - b.bracket[::-1],
+            magnitude=a.magnitude + b.magnitude,
+            rounding=a.rounding - b.rounding,
+            extremes=worse(a.extremes, b.extremes),
+        )
+
+
+def worse(a: Real[Array, "2"], b: Real[Array, "2"]) -> Real[Array, "2"]:
+    """The Ritz values of the operator that is nearer to leaving a domain."""
+    size_a, size_b = jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))
+    return jnp.where(a[0] * size_b <= b[0] * size_a, a, b)

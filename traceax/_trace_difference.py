@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from ._adaptive import Adaptive
+from ._checks import check_instance
+from ._execution import AbstractExecution, Local
+from ._flat import dtypes, FlatOperator, flatten, is_hermitian
+from ._matfun.all_eigenvalues import exact_trace_of_function
+from ._matfun.base import AbstractFunctionTask
+from ._matfun.callables import as_spectral_function
+from ._matfun.difference import Difference, unstack, worse
+from ._matfun.functions import AbstractSpectralFunction
+from ._matfun.gradients import LanczosGradient
+from ._matfun.slq import SLQEstimator
+from ._matfun.steps import AdaptiveSteps, check_steps
+from ._operator.stacked import stacked
+from ._solution import Estimate, first_failure, Solution
+from ._solve import solve
+
+
+class _TraceDifference(AbstractFunctionTask):
+    """Of two operators that are stacked, with the settings of one call."""
+
+    estimator: SLQEstimator
+    function: AbstractSpectralFunction
+    num_steps: int | AdaptiveSteps
+    hermitian: bool = eqx.field(static=True)
+
+    def _flat(self, operator: lx.AbstractLinearOperator) -> FlatOperator:
+        return dataclasses.replace(flatten(operator), hermitian=self.hermitian)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        settings = self.function, LanczosGradient(), execution
+        a, b = (
+            exact_trace_of_function(each, *settings)
+            for each in unstack(self._flat(operator))
+        )
+        assert a.bounds is not None
+        assert b.bounds is not None
+        value = a.value - b.value
+        extra = {"ritz_values": worse(*(x.extra["ritz_values"] for x in (a, b)))}
+        if self.function.bracketed:
+            extra["bracket"] = jnp.stack([value.real, value.real])
+        return dataclasses.replace(
+            a,
+            value=value,
+            samples=value[None],
+            result=first_failure(a.result, b.result),
+            bounds=a.bounds - b.bounds[::-1],
+            extra=extra,
+        )
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat = self._flat(operator)
+        krylov = Difference(self.estimator.method(flat, self.function))
+        return dataclasses.replace(self.estimator, krylov=krylov).run(
+            flat,
+            self.function,
+            LanczosGradient(),
+            k=k,
+            num_steps=self.num_steps,
+            key=key,
+            execution=execution,
+        )
+
+
+def trace_difference(
+    operator: lx.AbstractLinearOperator,
+    other: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    estimator: SLQEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
+
+    Each probe meets both operators, and the error bar is that of the mean of
+    $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is resolved,
+    where the operators are alike: how the log-determinant changes with a hyperparameter,
+    say. Where they are not, the bar is that of independent estimates.
+
+    For the difference of plain traces pass `A - B`, which is an operator, to
+    [`traceax.trace`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+
+        def kernel(scale):
+            matrix = jnp.exp(-(((x[:, None] - x) / scale) ** 2)) + 0.1 * jnp.eye(300)
+            return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+
+        settings = {"k": 10, "num_steps": 20, "key": jax.random.key(0)}
+        solution = tx.trace_difference(kernel(0.1), kernel(0.11), tx.Log(), **settings)
+        print(solution.value, "+-", solution.std_err)
+        print(tx.logdet(kernel(0.1), **settings).std_err, "of one alone")
+        ```
+
+    **Arguments:**
+
+    - `operator`, `other`: A and B, square, of the same structure and dtype. Tags as for
+        [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
+    - `function`, `k`, `num_steps`, `key`, `execution`, `throw`: as for
+        [`traceax.trace_of_function`][]. A tolerance is that of the difference.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is one for both.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], as that of `trace_of_function`. `stats["num_matvecs"]` are
+    the products with each of the two; `"samples"` and `"sample_brackets"` are those of
+    differences, and `"ritz_values"` those of the operator that is nearer to leaving the
+    domain. Brackets of the two add up, as if nothing were known of them together.
+
+    Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -
+    \mathrm{tr}(f'(B)\, dB)$, from the same Lanczos runs and the same probes.
+
+    **Raises:**
+
+    Errors as [`traceax.trace_of_function`][], a `TypeError` for another estimator, and a
+    `ValueError` where structures differ.
+    """
+    both = stacked({"operator": operator, "other": other})
+    num_steps = check_steps(num_steps, operator.in_size())
+    check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+    hermitian = is_hermitian(operator) and is_hermitian(other)
+    function = as_spectral_function(function, dtypes(operator)[0], hermitian=hermitian)
+    task = _TraceDifference(
+        estimator=estimator, function=function, num_steps=num_steps, hermitian=hermitian
+    )
+    return solve(task, both, k=k, key=key, execution=execution, throw=throw)
