@@ -27,14 +27,18 @@ def exact(matrix):
     return np.linalg.slogdet(matrix.astype(wide))[1]
 
 
-@eqx.filter_jit
-def run(matrix, shift, key, k=K, num_steps=tx.AdaptiveSteps(), **settings):
+def run(matrix, shift, key, k=K, *settings):
     """Beside the solution the rank, which is what is left of the products."""
+    shift = jnp.asarray(shift, np.finfo(matrix.dtype).dtype)
+    return compiled(matrix, shift, key, k, *settings)
+
+
+@eqx.filter_jit
+def compiled(matrix, shift, key, k, num_steps=tx.AdaptiveSteps(), most=MAX_RANK):
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    most = settings.pop("max_rank", MAX_RANK)
-    settings |= {"preconditioner": tx.AutoPreconditioner(shift, most), "k": k}
-    settings |= {"key": key, "throw": False, "num_steps": num_steps}
-    solution = tx.logdet(operator, **settings)
+    outer = tx.AutoPreconditioner(shift, most)
+    settings = {"key": key, "throw": False, "num_steps": num_steps}
+    solution = tx.logdet(operator, k=k, preconditioner=outer, **settings)
     probes = jnp.sum(jnp.isfinite(solution.stats["samples"]))
     spent = probes * num_steps if isinstance(num_steps, int) else 0
     if not isinstance(num_steps, int):
@@ -49,7 +53,7 @@ def check(matrix, solution, rtol=1e-4):
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
-@pytest.mark.parametrize("rate", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("rate", [0.5, 0.8])
 def test_value(rate, scale):
     matrix = scale * decaying(rate=rate)
     solution, rank = run(matrix, scale * SHIFT, KEY)
@@ -74,7 +78,7 @@ def test_rank_follows_decay_and_tolerance():
         check(decaying(), solution, rtol)
 
 
-@pytest.mark.parametrize("shift", [1.0, 1e-3])
+@pytest.mark.parametrize("shift", [2.0, 1e-3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_low_rank_takes_two_blocks(shift, rank):
     """One that is enough, and one to see it."""
@@ -87,26 +91,23 @@ def test_low_rank_takes_two_blocks(shift, rank):
 def test_does_not_grow_where_it_saves_nothing():
     """On a flat spectrum no rank helps, and few products are lost."""
     matrix = hermitian(0, np.linspace(1.0, 3.0, N))
-    settings = {"k": 8, "num_steps": 12, "max_rank": MAX_RANK}
-    solution, rank = run(matrix, 1.0, KEY, **settings)
+    solution, rank = run(matrix, 1.0, KEY, 8, 12)
     assert rank <= 8 * 12 / 4 + 8
     assert abs(solution.value - exact(matrix)) <= 4 * solution.std_err
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
-def test_dtypes(dtype):
-    matrix = decaying(dtype)
-    solution, rank = run(matrix, np.finfo(dtype).dtype.type(SHIFT), KEY)
+def test_single_precision_and_complex():
+    matrix = decaying(np.complex64)
+    solution, rank = run(matrix, SHIFT, KEY)
     check(matrix, solution)
-    assert solution.value.dtype == np.finfo(dtype).dtype
+    assert solution.value.dtype == np.float32
     assert rank < MAX_RANK
 
 
-@pytest.mark.parametrize("most", [1, 5, 1000])
-def test_any_number_of_probes_and_largest_rank(most):
+def test_one_probe_and_less_than_a_block():
     matrix = decaying(rate=0.7)
-    solution, rank = run(matrix, SHIFT, KEY, 1, 6, max_rank=most)
-    assert rank == (most if most < 8 else rank)
+    solution, rank = run(matrix, SHIFT, KEY, 1, 6, 5)
+    assert rank == 5
     assert solution.result == tx.RESULTS.successful
     low, high = solution.stats["bracket"]
     assert low <= solution.value <= high
@@ -123,8 +124,9 @@ def test_a_wrong_shift_is_no_confident_wrong_number(factor):
 
 
 def test_error_bars_and_gradient():
-    """Over 100 keys: mean errors within 4 standard errors, a false alarm in 16000 for
-    each of three; the tolerance is met by 95 in 100, or three standard errors less."""
+    """Over 36 keys: mean errors within 4 standard errors, a false alarm in 16000 for
+    each of three; the tolerance
+    is met by 95 in 100, or three standard errors less."""
     base = decaying(shift=0.0)
     k = tx.Adaptive(rtol=1e-3, max_k=64)
 
@@ -132,16 +134,16 @@ def test_error_bars_and_gradient():
         solution, _ = run(scale * base + shift * jnp.eye(N), shift, key, k)
         return solution.value
 
-    keys = jr.split(KEY, 100)
+    keys = jr.split(KEY, 36)
     both = jax.jit(jax.vmap(jax.value_and_grad(value, (0, 1)), (None, None, 0)))
     values, slopes = both(1.0, SHIFT, keys)
     matrix = decaying()
     inverse = np.linalg.inv(matrix)
     expected = exact(matrix), np.sum(inverse * base), np.trace(inverse)
     for found, truth in zip((values, *slopes), expected, strict=True):
-        assert abs(np.mean(found) - truth) <= 4 * np.std(found, ddof=1) / 10
+        assert abs(np.mean(found) - truth) <= 4 * np.std(found, ddof=1) / 6
     inside = np.mean(np.abs(values / expected[0] - 1) <= 1e-3)
-    assert inside >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 100)
+    assert inside >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 36)
 
 
 def test_products_are_counted():
@@ -163,35 +165,32 @@ def test_products_are_counted():
         k=10,
         num_steps=4,
         key=KEY,
-        preconditioner=tx.AutoPreconditioner(SHIFT, MAX_RANK),
+        preconditioner=tx.AutoPreconditioner(SHIFT, max_rank=1000),
     )
     jax.block_until_ready(solution.value)
     assert sum(made) == solution.stats["num_matvecs"]
 
 
-def test_mesh_pytrees_and_negative_operators():
-    """All the same numbers."""
+def test_meshes_pytrees_and_negative_operators():
+    """All at once: the numbers of a positive matrix on one device."""
     matrix = decaying()
     solution, _ = run(matrix, SHIFT, KEY)
     settings = {"k": K, "key": KEY, "throw": False}
     settings["preconditioner"] = tx.AutoPreconditioner(SHIFT, MAX_RANK)
-    dense = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
-    mesh = tx.logdet(dense, execution=tx.Sharded(tx.probe_mesh()), **settings)
+    settings["execution"] = tx.Sharded(tx.probe_mesh())
 
     def mv(tree):
         joined = jnp.concatenate([tree["a"].ravel(), tree["b"]])
-        parts = jnp.split(matrix @ joined, [20])
+        parts = jnp.split(-matrix @ joined, [20])
         return {"a": parts[0].reshape(4, 5), "b": parts[1]}
 
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float64)  # noqa: E731
     structure = {"a": shape(4, 5), "b": shape(N - 20)}
-    tree = tx.logdet(lx.FunctionLinearOperator(mv, structure, PSD), **settings)
     tags = lx.negative_semidefinite_tag
-    negative = tx.logdet(lx.MatrixLinearOperator(-matrix, tags), **settings)
-    for other in (mesh, tree, negative):
-        assert np.isclose(other.value, solution.value, rtol=1e-10)
-        assert np.isclose(other.std_err, solution.std_err, rtol=1e-6)
-        assert other.stats["num_matvecs"] == solution.stats["num_matvecs"]
+    other = tx.logdet(lx.FunctionLinearOperator(mv, structure, tags), **settings)
+    assert np.isclose(other.value, solution.value, rtol=1e-10)
+    assert np.isclose(other.std_err, solution.std_err, rtol=1e-6)
+    assert other.stats["num_matvecs"] == solution.stats["num_matvecs"]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,6 @@ from ._matfun.make_preconditioner import (
 from ._matfun.preconditioned import Preconditioned as Preconditioned
 from ._matfun.preconditioner import (
     AbstractPreconditioner as AbstractPreconditioner,
-    AbstractPreconditioning as AbstractPreconditioning,
     Preconditioner as Preconditioner,
 )
 from ._matfun.slq import SLQEstimator as SLQEstimator

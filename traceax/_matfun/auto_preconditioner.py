@@ -216,7 +216,8 @@ def _forecast(
     if isinstance(k, Adaptive):
         least = k.round_size * -(-k.min_samples // k.round_size)
         aim = k.tolerance(known + trace)
-        excess = k.excess(known + trace, jnp.sqrt(variance / least), least)
+        std_err = jnp.sqrt(variance / least)
+        excess = k.excess(known + trace, std_err, jnp.full_like(std_err, least))
         probes = least * jnp.maximum(excess**2, 1)
     else:
         aim = jnp.sqrt(variance / k)

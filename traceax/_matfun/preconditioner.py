@@ -97,6 +97,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
     - `logdet`: $\\log\\det P$, a real scalar.
     - `largest`: the largest eigenvalue of P, a real scalar.
     - `num_matvecs`: how many products with A it was made from.
+    - `least`: a number that $P^{-1/2} A P^{-1/2}$ is known not to be below, or `None`.
     """
 
     num_matvecs: eqx.AbstractVar[int | Int[Array, ""]]
@@ -125,7 +126,6 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
     @property
     def least(self) -> Real[Array, ""] | None:
-        """A number that $P^{-1/2} A P^{-1/2}$ is known not to be below; None if none is."""
         return None
 
     @abc.abstractmethod
@@ -235,7 +235,7 @@ class Preconditioner(AbstractPreconditioner):
     template: lx.IdentityLinearOperator
     num_matvecs: int | Int[Array, ""]
     result: RESULTS
-    least: Real[Array, ""] | None = None
+    least: Real[Array, ""] | None = None  # pyright: ignore
     estimated: ClassVar[tuple[str, ...]] = ("vectors", "values", "shift")
 
     @property
