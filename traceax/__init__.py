@@ -62,6 +62,7 @@ from ._laplacian import laplacian as laplacian
 from ._log_trace_exp import log_trace_exp as log_trace_exp
 from ._logdet import logdet as logdet
 from ._matfun.arnoldi import Arnoldi as Arnoldi
+from ._matfun.auto_preconditioner import AutoPreconditioner as AutoPreconditioner
 from ._matfun.base import AbstractFunctionEstimator as AbstractFunctionEstimator
 from ._matfun.function_of import function_of as function_of
 from ._matfun.functions import (

@@ -16,7 +16,7 @@ from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import AbstractSpectralFunction, Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.preconditioned import Preconditioned
-from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.preconditioner import AbstractPreconditioning
 from ._matfun.singular_functions import SingularLog
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
@@ -99,7 +99,7 @@ def logdet(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
-    preconditioner: AbstractPreconditioner | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -149,7 +149,8 @@ def logdet(
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative of
         one tagged negative), made from the same or from a similar operator. See
-        [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][].
+        [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
+        [`traceax.AutoPreconditioner`][], which makes one, of a rank that fits.
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where and how many at a time products are made.

@@ -88,7 +88,9 @@ class AbstractFunctionEstimator(eqx.Module):
         An `Estimate` of `traceax.internal`, from at most `k * num_steps` products.
         """
 
-    def rescaled(self, factor: Scalar) -> "AbstractFunctionEstimator":
+    def rescaled(
+        self, factor: Scalar, least: Scalar | None = None
+    ) -> "AbstractFunctionEstimator":
         """The same for an operator whose spectrum lies above `factor` times that of the
         one that it was made for. By default the estimator itself: override it where it
         holds what is known of the spectrum.
@@ -96,6 +98,7 @@ class AbstractFunctionEstimator(eqx.Module):
         **Arguments:**
 
         - `factor`: a positive number.
+        - `least`: a number that the spectrum is known not to be below, or None.
 
         **Returns:**
 

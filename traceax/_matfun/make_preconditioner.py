@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, Scalar
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from .._checks import check_key, check_operator, check_positive
 from .._execution import AbstractExecution, full_precision, Local
@@ -27,14 +27,17 @@ def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
     return rank
 
 
-def _assemble(
+def assemble(
     flat: FlatOperator,
     basis: Inexact[Array, "n r"],
     products: Inexact[Array, "n r"],
     shift: Scalar | float | None,
-    operator: lx.AbstractLinearOperator,
+    structure: PyTree[jax.ShapeDtypeStruct],
+    num_matvecs: Int[Array, ""] | int,
+    least: Scalar | None = None,
 ) -> Preconditioner:
-    """From `products = A basis`, the basis orthonormal or with zero columns."""
+    """From `products = A basis`, the basis orthonormal or with zero columns; `structure`
+    is that of a vector."""
     real = jnp.finfo(flat.dtype).dtype
     products, unit = normalise(products)
     size = jnp.linalg.norm(products)
@@ -64,9 +67,10 @@ def _assemble(
         basis=basis,
         quotient=(approximation.factor * damping) @ whitener,
         shift_direction=direction,
-        template=lx.IdentityLinearOperator(operator.in_structure()),
-        num_matvecs=basis.shape[1],
+        template=lx.IdentityLinearOperator(structure),
+        num_matvecs=num_matvecs,
         result=failure(~jnp.all(jnp.isfinite(products)), RESULTS.nonfinite_product),
+        least=least,
     )
 
 
@@ -148,7 +152,8 @@ def _nystrom(operator, rank, key, shift, execution) -> Preconditioner:
     probes = draw_for(flat, NormalSampler(), key, jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
-        return _assemble(flat, basis, matmat(basis), shift, operator)
+        structure = operator.in_structure()
+        return assemble(flat, basis, matmat(basis), shift, structure, rank)
 
 
 def pivoted_cholesky_preconditioner(
@@ -266,4 +271,5 @@ def _pivoted_cholesky(operator, rank, shift, diagonal) -> Preconditioner:
     state = (rest, empty, empty, empty)
     *_, basis, products = jax.lax.fori_loop(0, rank, step, state)
     with jax.default_matmul_precision("highest"):
-        return _assemble(flat, basis, products, shift, operator)
+        structure = operator.in_structure()
+        return assemble(flat, basis, products, shift, structure, rank)

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import PRNGKeyArray
@@ -13,7 +14,7 @@ from .._solution import Estimate
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
-from .preconditioner import AbstractPreconditioner
+from .preconditioner import AbstractPreconditioning
 from .steps import AdaptiveSteps
 
 
@@ -47,16 +48,16 @@ class Preconditioned(AbstractFunctionEstimator):
 
     - `estimator`: of the other part. What it knows of the spectrum is of that of A.
     - `preconditioner`: P, of the size of the operator; for a negative semidefinite
-        operator of its negative.
+        operator of its negative. Or [`traceax.AutoPreconditioner`][], which makes one.
     """
 
     estimator: AbstractFunctionEstimator
-    preconditioner: AbstractPreconditioner
+    preconditioner: AbstractPreconditioning
 
     def __init__(
         self,
         estimator: AbstractFunctionEstimator,
-        preconditioner: AbstractPreconditioner,
+        preconditioner: AbstractPreconditioning,
     ):
         """**Arguments:**
 
@@ -71,7 +72,7 @@ class Preconditioned(AbstractFunctionEstimator):
             "estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()"
         )
         example = "nystrom_preconditioner(operator, rank, key=key)"
-        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+        check_instance("preconditioner", preconditioner, AbstractPreconditioning, example)
         self.estimator = estimator
         self.preconditioner = preconditioner
 
@@ -95,13 +96,6 @@ class Preconditioned(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        outer = self.preconditioner
-        if outer.size != operator.size:
-            raise ValueError(
-                "`preconditioner` must be of the size of `operator`. Found "
-                f"{outer.size} and {operator.size}. Make it from this operator, for "
-                "example `traceax.nystrom_preconditioner(operator, rank, key=key)`."
-            )
         if not isinstance(function, Log):
             raise ValueError(
                 "`operator` must be tagged positive semidefinite where there is a "
@@ -110,16 +104,16 @@ class Preconditioned(AbstractFunctionEstimator):
                 "`lineax.TaggedLinearOperator(operator, "
                 "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
             )
+        call: dict[str, Any] = {"k": k, "num_steps": num_steps}
+        call |= {"key": key, "execution": execution}
+        outer = self.preconditioner.prepare(operator, **call)
         known = outer.logdet
         # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
-        estimate = self.estimator.rescaled(1 / outer.largest).run(
+        estimate = self.estimator.rescaled(1 / outer.largest, outer.least).run(
             outer.apply_to(operator),
             function,
             gradient,
-            k=k,
-            num_steps=num_steps,
-            key=key,
-            execution=execution,
+            **call,
             quantity=Shifted(quantity, jax.lax.stop_gradient(known)),
         )
         value, samples, extra = estimate.value, estimate.samples, estimate.extra

@@ -6,16 +6,46 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
+from .._adaptive import Adaptive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, standard_promotion, unflatten
 from .._gradient import attach, attach_derivative, Frame
 from .._kernel.dense import qr
 from .._solution import RESULTS
+from .steps import AdaptiveSteps
 
 
-class AbstractPreconditioner(eqx.Module):
+class AbstractPreconditioning(eqx.Module):
+    """What [`traceax.logdet`][] takes as `preconditioner`: one, or how one is made for
+    the call."""
+
+    @abc.abstractmethod
+    def prepare(
+        self,
+        operator: FlatOperator,
+        *,
+        k: int | Adaptive,
+        num_steps: int | AdaptiveSteps,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> "AbstractPreconditioner":
+        """The preconditioner for a call.
+
+        **Arguments:**
+
+        - `operator`: A, as a map of flat vectors.
+        - `k`, `num_steps`: what the call is to spend.
+        - `key`, `execution`: as given to it.
+
+        **Returns:**
+
+        A preconditioner of the size of the operator, constant to derivatives of it.
+        """
+
+
+class AbstractPreconditioner(AbstractPreconditioning):
     """A positive definite $P \\approx A$ with a known determinant, for
     [`traceax.logdet`][]: $\\log\\det A = \\log\\det P + \\mathrm{tr}
     \\log(P^{-1/2} A P^{-1/2})$.
@@ -67,9 +97,20 @@ class AbstractPreconditioner(eqx.Module):
     - `logdet`: $\\log\\det P$, a real scalar.
     - `largest`: the largest eigenvalue of P, a real scalar.
     - `num_matvecs`: how many products with A it was made from.
+    - `least`: a number that $P^{-1/2} A P^{-1/2}$ is known not to be below, or `None`.
     """
 
-    num_matvecs: eqx.AbstractVar[int]
+    num_matvecs: eqx.AbstractVar[int | Int[Array, ""]]
+
+    def prepare(self, operator: FlatOperator, **_: Any) -> "AbstractPreconditioner":
+        """Itself, if it is of the size of the operator."""
+        if self.size != operator.size:
+            raise ValueError(
+                "`preconditioner` must be of the size of `operator`. Found "
+                f"{self.size} and {operator.size}. Make it from this operator, for "
+                "example `traceax.nystrom_preconditioner(operator, rank, key=key)`."
+            )
+        return self
 
     @property
     @abc.abstractmethod
@@ -82,6 +123,10 @@ class AbstractPreconditioner(eqx.Module):
     @property
     @abc.abstractmethod
     def largest(self) -> Real[Array, ""]: ...
+
+    @property
+    def least(self) -> Real[Array, ""] | None:
+        return None
 
     @abc.abstractmethod
     def power(
@@ -194,6 +239,7 @@ class Preconditioner(AbstractPreconditioner):
     - `shift`: $\\sigma$, of shape `()`.
     - `num_matvecs`: how many products it was made from.
     - `result`: a [`traceax.RESULTS`][] member: `successful` or `nonfinite_product`.
+    - `least`: a lower bound of $P^{-1/2} A P^{-1/2}$, where one is known.
     """
 
     vectors: Inexact[Array, "n r"]
@@ -205,8 +251,9 @@ class Preconditioner(AbstractPreconditioner):
     # The derivative of an estimated shift is `d* dA d` with this d; 0 for a given one.
     shift_direction: Inexact[Array, " n"]
     template: lx.IdentityLinearOperator
-    num_matvecs: int = eqx.field(static=True)
+    num_matvecs: int | Int[Array, ""]
     result: RESULTS
+    least: Real[Array, ""] | None = None  # pyright: ignore
     estimated: ClassVar[tuple[str, ...]] = ("vectors", "values", "shift")
 
     @property
@@ -301,7 +348,8 @@ class Preconditioner(AbstractPreconditioner):
         `K = P^(-1/2) dP P^(-1/2)` has 1. So that coupling, of mean zero, is taken with
         the weight for the largest m that there should be.
         """
-        smallest = jnp.min(self.values) / jax.lax.stop_gradient(self.shift)
+        last = self.values[self.num_matvecs - 1]
+        smallest = last / jax.lax.stop_gradient(self.shift)
         weight = jnp.where(smallest > 0, jnp.log1p(smallest) / smallest, 1)
         weight = weight.astype(z.dtype)
         inside, _ = qr(self.power(0.5, self.basis))

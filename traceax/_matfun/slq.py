@@ -98,10 +98,12 @@ class SLQEstimator(AbstractFunctionEstimator):
             example = "Lanczos(window=0)"
             check_instance("krylov", self.krylov, AbstractKrylovMethod, example)
 
-    def rescaled(self, factor: Scalar) -> "SLQEstimator":
-        if self.lower_bound is None:
-            return self
-        return dataclasses.replace(self, lower_bound=factor * self.lower_bound)
+    def rescaled(self, factor: Scalar, least: Scalar | None = None) -> "SLQEstimator":
+        bound = least
+        if self.lower_bound is not None:
+            scaled = factor * self.lower_bound
+            bound = scaled if least is None else jnp.maximum(scaled, least)
+        return dataclasses.replace(self, lower_bound=bound)
 
     def run(
         self,

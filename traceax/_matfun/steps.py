@@ -114,8 +114,9 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """How many steps this probe takes until `excess(value, bracket, square)` is small
-    enough. Looks after 4 steps, and whenever there are a third more."""
-    most = adaptive.max_steps
+    enough. Looks after 4 steps, and whenever there are a third more; where there is a
+    bracket, and no estimate of it, after 1 and 2 too."""
+    most, least = adaptive.max_steps, 1 if function.bracketed else 4
     arrays, static = eqx.partition((function, lower_bound), eqx.is_array)
     constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
 
@@ -126,7 +127,8 @@ def choose_steps(
 
         def look(carry):
             state, made, _ = carry
-            following = jnp.minimum(made + jnp.maximum(4, made // 3), most)
+            more = jnp.maximum(jnp.clip(made, least, 4), made // 3)
+            following = jnp.minimum(made + more, most)
             state = krylov.advance(flat, state, made, following)
             form = krylov.read(flat, state, following, *constants, columns=1)
             found = excess(form.value, form.bracket, form.square)
