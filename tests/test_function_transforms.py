@@ -860,14 +860,24 @@ def product(function, matrix, v):
     return tx.function_of(dense(matrix), function, 5).mv(v)
 
 
+def trace_of_action(function, matrix):
+    operator = tx.function_of(dense(matrix), function, 5)
+    estimator = tx.HutchinsonEstimator()
+    solution = tx.trace(operator, estimator, k=4, key=KEY, throw=False)
+    return solution.result == tx.RESULTS.successful
+
+
 @pytest.mark.parametrize("function", [tx.Exp(), tx.Inverse(), tx.Power(0.5)], ids=str)
 def test_actions_of_singular_operators(function):
-    """The zero vector goes to zero; the zero operator and one of low rank to no NaN."""
+    """The zero vector goes to zero. There is no inverse, and a product cannot say so but
+    by NaN, which a trace of it then reports; other functions are finite."""
     v = np.random.default_rng(0).standard_normal(N)
     for matrix in SINGULAR_MATRICES:
         assert np.all(compiled(product, function, matrix, np.zeros(N)) == 0)
         found = compiled(product, function, matrix, v)
-        assert np.all(np.isfinite(found))
+        defined = not isinstance(function, tx.Inverse)
+        assert np.all(np.isfinite(found) if defined else np.isnan(found))
+        assert compiled(trace_of_action, function, matrix) == defined
         if isinstance(function, tx.Exp):
             values, vectors = np.linalg.eigh(matrix)
             assert np.allclose(found, vectors @ (np.exp(values) * (vectors.T @ v)))
