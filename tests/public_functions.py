@@ -125,6 +125,11 @@ def log_trace_exp(matrix, key, throw=True):
     return arrays_of(tx.log_trace_exp(dense(matrix), 2.0, **settings))
 
 
+def gaussian(matrix, key, throw=True):
+    settings = SETTINGS | {"key": key, "throw": throw}
+    return arrays_of(tx.gaussian_log_prob(dense(matrix), matrix[0], **settings))
+
+
 def damped(x):
     return x * jnp.exp(-x)
 
@@ -234,6 +239,7 @@ FUNCTIONS = {
     "callable": function_trace(damped),
     "exp-general": general_function_trace,
     "log-trace-exp": log_trace_exp,
+    "gaussian": gaussian,
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
     "difference": difference,
     "diagonal-of-inverse": diagonal_of_inverse,

@@ -35,7 +35,7 @@ LEVELS = [
     "_estimator.auto* _matfun.auto* plot",
     "_measure",
     "_trace _trace_[!_]* _log_trace_exp _logdet _diagonal* _norms _schatten",
-    "_dynamic _divergence _laplacian internal",
+    "_dynamic _divergence _laplacian _gaussian internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

@@ -58,6 +58,7 @@ from ._estimator.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimator.xtrace import XTraceEstimator as XTraceEstimator
 from ._execution import AbstractExecution as AbstractExecution, Local as Local
 from ._flat import hermitian_tag as hermitian_tag
+from ._gaussian import gaussian_log_prob as gaussian_log_prob
 from ._laplacian import laplacian as laplacian
 from ._log_trace_exp import log_trace_exp as log_trace_exp
 from ._logdet import logdet as logdet

@@ -115,7 +115,9 @@ def _refuse_second_rule(primals, tangents) -> Any:
             "inverse or another negative whole power, pass "
             "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other "
             "functions there is no second derivative in the operator: take differences "
-            "of first ones, with the same key."
+            "of first ones, with the same key. For second derivatives of "
+            "`traceax.gaussian_log_prob` add up such a log-determinant and a "
+            "`lineax.linear_solve`."
         )
     return primals[1], tangents[1]
 

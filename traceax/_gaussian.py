@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
+
+from ._adaptive import Adaptive
+from ._checks import check_operator
+from ._execution import AbstractExecution, Local
+from ._flat import dtypes, FlatOperator, flatten, from_flat, is_complex, to_flat
+from ._gradient import attach, FirstOrderFrame
+from ._logdet import logdet
+from ._matfun.base import AbstractFunctionEstimator
+from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
+from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.slq import SLQEstimator
+from ._matfun.steps import AdaptiveSteps
+from ._solution import failure, first_failure, RESULTS, Solution
+from ._solve import call
+
+
+class _Bordered(eqx.Module):
+    """`M = [[A, r], [r*, 0]]`, as a map of vectors of length n + 1."""
+
+    fn: Callable[[Array], Array]
+    residual: Inexact[Array, " n"]
+
+    def __call__(self, vector: Array) -> Array:
+        inner, last = vector[:-1], vector[-1]
+        top = self.fn(inner) + last * self.residual
+        return jnp.append(top, _dot(self.residual, inner))
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return jnp.vdot(x, y, precision="highest")
+
+
+def _solved(
+    flat: FlatOperator,
+    residual: Inexact[Array, " n"],
+    initial: Inexact[Array, " n"],
+    preconditioner: AbstractPreconditioner | None,
+    solver: lx.AbstractLinearSolver,
+) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
+    """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
+    structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
+    matrix = lx.FunctionLinearOperator(flat.mv, structure, lx.positive_semidefinite_tag)
+    # The tolerances of a solver are beside one.
+    unit = jnp.sqrt(jnp.mean(residual**2))
+    unit = jnp.where(unit > 0, unit, 1)
+    options: dict[str, Any] = {"y0": initial / unit}
+    if preconditioner is not None:
+        arrays, static = eqx.partition(preconditioner, eqx.is_array)
+        constant = eqx.combine(jax.lax.stop_gradient(arrays), static)
+        options["preconditioner"] = lx.FunctionLinearOperator(
+            lambda x: constant.power(-1.0, x), structure, lx.positive_semidefinite_tag
+        )
+    found = lx.linear_solve(matrix, residual / unit, solver, options=options, throw=False)
+    return unit * found.value, RESULTS.promote(found.result), found.stats
+
+
+def _quadratic_form(
+    flat: FlatOperator, residual: Inexact[Array, " n"], solution: Inexact[Array, " n"]
+) -> tuple[Real[Array, ""], Inexact[Array, " n"]]:
+    """`2 x* r - x* A x` for `x = A^-1 r`, and what x leaves of r.
+
+    It is `-w* M w` for `w = (x, -1)` and M bordered by r: `r* A^-1 r`, stationary in x.
+    So its derivative is `-w* dM w`, and its error of second order in that of x.
+    """
+    fn, size = _Bordered(flat.fn, residual), flat.size + 1
+    bordered = dataclasses.replace(flat, fn=fn, size=size)
+    vector = jnp.append(solution, -jnp.ones_like(solution, shape=1))
+    image = bordered.frozen.mv(vector)
+    frame = FirstOrderFrame(-vector[:, None], vector[:, None])
+    value = attach(bordered, -_dot(vector, image), frame, execution=Local())
+    return value, -image[:-1]
+
+
+def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
+    flat = flatten(operator)
+    right = to_flat(residual, flat.dtype)
+    frozen = jax.lax.stop_gradient(right)
+    start = jnp.zeros_like(frozen)
+    if initial is not None:
+        start = jax.lax.stop_gradient(to_flat(initial, flat.dtype))
+    found, ended, counted = _solved(flat.frozen, frozen, start, preconditioner, solver)
+    quadratic, left_over = _quadratic_form(flat, right, found)
+
+    def combine(log_det):
+        constant = flat.size * math.log(2 * math.pi)
+        return -(quadratic + log_det + constant) / 2
+
+    rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
+    size = jnp.sqrt(_dot(frozen, frozen))
+    steps = jnp.asarray(counted.get("num_steps", 0))
+    known, std_err = determinant.stats, jnp.hypot(determinant.std_err, rounding) / 2
+    stats = {
+        "num_matvecs": known["num_matvecs"] + steps + 2,
+        "std.err": std_err,
+        "samples": combine(known["samples"]),
+        "quadratic_form": quadratic,
+        "logdet": dataclasses.replace(determinant, state=None),
+        "solve": from_flat(found, operator.in_structure()),
+        "solve_steps": steps,
+        "solve_residual": jnp.sqrt(_dot(left_over, left_over))
+        / jnp.where(size > 0, size, 1),
+    }
+    if "bounds" in known:
+        ends, bars = known["bounds"][::-1].T
+        bars = jnp.hypot(bars, rounding) / 2
+        stats["bounds"] = jnp.stack([combine(ends), bars], axis=1)
+    if "ritz_values" in known:
+        stats["ritz_values"] = known["ritz_values"]
+    value = combine(determinant.value)
+    result = first_failure(
+        determinant.result,
+        ended,
+        failure(quadratic < 0, RESULTS.not_positive_definite),
+        failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
+    )
+    std_err, stats = _constant((std_err, stats))
+    return Solution(value, std_err, result, stats, determinant.state)
+
+
+def _constant(tree: PyTree) -> PyTree:
+    arrays, static = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), static)
+
+
+def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
+    structure = operator.in_structure()
+    leaves = jax.tree.leaves(value)
+    fits = jax.tree.structure(value) == jax.tree.structure(structure)
+    found = [jnp.shape(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(structure)]
+    if not fits or found != shapes or any(map(jnp.iscomplexobj, leaves)):
+        raise ValueError(
+            f"`{name}` must be a real vector that `operator` applies to. Found leaves "
+            f"of the shapes {found} for an operator with in_structure()={structure}. "
+            "For several vectors use `jax.vmap`."
+        )
+
+
+def gaussian_log_prob(
+    operator: lx.AbstractLinearOperator,
+    residual: PyTree[Real[Array, ...]],
+    estimator: AbstractFunctionEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    preconditioner: AbstractPreconditioner | None = None,
+    solver: lx.AbstractLinearSolver | None = None,
+    initial: PyTree[Real[Array, ...]] | None = None,
+    gradient: AbstractFunctionGradient = LanczosGradient(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """The log-density $-\\frac12 (r^T A^{-1} r + \\log\\det A + n \\log 2\\pi)$ of a
+    Gaussian with covariance A at a residual r: the log marginal likelihood of a Gaussian
+    process.
+
+    The log-determinant is that of [`traceax.logdet`][], the quadratic form one linear
+    solve, and the gradient needs no further one. Both take the same preconditioner.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 500)
+        y = jnp.sin(12 * x)
+
+        def log_likelihood(noise, key):
+            kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + noise * jnp.eye(500)
+            operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+            key1, key2 = jax.random.split(key)
+            preconditioner = tx.nystrom_preconditioner(
+                operator, rank=20, key=key1, shift=noise
+            )
+            solution = tx.gaussian_log_prob(
+                operator, y, k=10, key=key2, preconditioner=preconditioner
+            )
+            return solution.value, solution
+
+        slope = jax.grad(log_likelihood, has_aux=True)
+        noise_slope, solution = slope(jnp.array(0.1), jax.random.key(0))
+        print(solution.value, "+-", solution.std_err, noise_slope)
+        ```
+
+    **Arguments:**
+
+    - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
+    - `residual`: r, the observations minus their mean, an array or PyTree that the
+        operator applies to. For several, `jax.vmap`: they share one log-determinant.
+    - `estimator`, `k`, `num_steps`, `key`, `preconditioner`, `gradient`, `execution`: of
+        the log-determinant, as for [`traceax.logdet`][]; with [`traceax.Adaptive`][] the
+        tolerances are those of the log-determinant. `gradient` does not matter to the
+        quadratic form.
+    - `solver`: for $x = A^{-1} r$. Its tolerances are beside a residual of root mean
+        square one. Default: `lineax.CG`, whose tolerances are the square root of the unit
+        roundoff.
+    - `initial`: a guess of $A^{-1} r$ that the solver starts from, such as
+        `stats["solve"]` of the last step of an optimiser.
+    - `throw`: whether to raise if the result is not `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][]. `value` is second-order accurate in the error of the solve,
+    and `std_err` is half of that of the log-determinant, with rounding of the quadratic
+    form. `stats` has, beside the entries described there,
+
+    - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
+        `"solve_residual"`, $\\|r - A x\\| / \\|r\\|$. Neither `std_err` nor the interval
+        counts the error of the solve: with $\\rho = r - A x$ the value is too large by
+        $\\rho^T A^{-1} \\rho / 2$.
+    - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
+        [`traceax.logdet`][], with its own `stats`.
+    - `"num_matvecs"`: the products of the log-determinant, one for each step of the
+        solver, and two. Solvers that make more products in a step, or count none, do not
+        say so.
+
+    Derivatives in what the operator closes over and in the residual: $-\\frac12
+    \\mathrm{tr}(A^{-1} dA)$ is estimated, the others are $\\frac12 x^T dA\\, x$ and
+    $-x^T dr$. Second derivatives are refused. The preconditioner and `initial` are
+    constant to derivatives, and do not bias them.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.logdet`][]; `operator` is complex or not
+        tagged; `residual` or `initial` does not fit it; `solver` is not of lineax.
+    - An `equinox` run-time error with `throw=True`: the solver did not converge; the
+        operator was seen not to be positive definite; a product was not finite.
+    """
+    check_operator(operator)
+    if is_complex(operator):
+        raise TypeError(
+            "`operator` must be real. Found one of a complex dtype, for which the "
+            "density has another normalisation. Add up `traceax.logdet` and "
+            "`lineax.linear_solve`."
+        )
+    if not lx.is_positive_semidefinite(operator):
+        raise ValueError(
+            "`operator` must be a covariance, and say so by a tag. Found `operator` of "
+            f"type {type(operator).__name__} without one. Wrap it: "
+            "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
+        )
+    _check_vector("residual", residual, operator)
+    if initial is not None:
+        _check_vector("initial", initial, operator)
+    if solver is None:
+        tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
+        limit = 10 * operator.in_size()
+        # Without extra products: the true residual is known in the end.
+        solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
+    if not isinstance(solver, lx.AbstractLinearSolver):
+        raise TypeError(
+            f"`solver` must be a `lineax.AbstractLinearSolver`. Found {solver!r}. Pass, "
+            "for example, `lineax.CG(rtol=1e-6, atol=1e-6)`."
+        )
+    determinant = logdet(
+        operator,
+        estimator,
+        k=k,
+        num_steps=num_steps,
+        key=key,
+        preconditioner=preconditioner,
+        gradient=gradient,
+        execution=execution,
+        throw=False,
+    )
+    arguments = (operator, residual, initial, determinant, preconditioner, solver)
+    name = "gaussian_log_prob"
+    return call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
