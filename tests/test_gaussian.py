@@ -141,6 +141,20 @@ def test_bracket_becomes_the_interval():
     assert np.allclose(found.std_err, determinant.std_err / 2, rtol=1e-10)
 
 
+def test_scales_of_any_size():
+    """In powers of two, which round nothing; `lineax.CG` alone breaks down."""
+    matrix, residual = kernel(PARAMETERS.astype(np.float32)), np.float32(RESIDUAL)
+    found = log_prob(matrix, residual)
+    for exponent in (-40, 40):
+        scaled = log_prob(matrix * 2.0**exponent, residual * 2.0 ** (exponent / 2))
+        shift = N * exponent * np.log(2) / 2
+        assert scaled.result == tx.RESULTS.successful
+        assert np.allclose(scaled.value + shift, found.value, atol=1e-3)
+        assert np.allclose(scaled.std_err, found.std_err, rtol=1e-3)
+        form = scaled.stats["quadratic_form"]
+        assert np.allclose(form, found.stats["quadratic_form"], rtol=1e-4)
+
+
 def test_several_residuals_share_the_determinant():
     """Every product is seen by the host."""
     matrix, seen = kernel(PARAMETERS), []

@@ -47,21 +47,26 @@ def _solved(
     residual: Inexact[Array, " n"],
     initial: Inexact[Array, " n"],
     preconditioner: AbstractPreconditioner | None,
+    smallest: Real[Array, ""],
     solver: lx.AbstractLinearSolver,
 ) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
     """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
-    matrix = lx.FunctionLinearOperator(flat.mv, structure, lx.positive_semidefinite_tag)
     # The tolerances of a solver are beside one.
     unit = jnp.sqrt(jnp.mean(residual**2))
     unit = jnp.where(unit > 0, unit, 1)
-    options: dict[str, Any] = {"y0": initial / unit}
-    if preconditioner is not None:
-        arrays, static = eqx.partition(preconditioner, eqx.is_array)
-        constant = eqx.combine(jax.lax.stop_gradient(arrays), static)
-        options["preconditioner"] = lx.FunctionLinearOperator(
-            lambda x: constant.power(-1.0, x), structure, lx.positive_semidefinite_tag
-        )
+    # `lineax.CG` breaks down where an eigenvalue, preconditioned, is much below one.
+    smallest = jnp.where(smallest > 0, smallest, 1)
+
+    def inverse(x):
+        return (x if preconditioner is None else preconditioner.power(-1.0, x)) / smallest
+
+    tags = lx.positive_semidefinite_tag
+    options = {
+        "y0": initial / unit,
+        "preconditioner": lx.FunctionLinearOperator(inverse, structure, tags),
+    }
+    matrix = lx.FunctionLinearOperator(flat.mv, structure, tags)
     found = lx.linear_solve(matrix, residual / unit, solver, options=options, throw=False)
     return unit * found.value, RESULTS.promote(found.result), found.stats
 
@@ -90,7 +95,13 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     start = jnp.zeros_like(frozen)
     if initial is not None:
         start = jax.lax.stop_gradient(to_flat(initial, flat.dtype))
-    found, ended, counted = _solved(flat.frozen, frozen, start, preconditioner, solver)
+    known = determinant.stats
+    if "ritz_values" in known:
+        smallest = known["ritz_values"][0]
+    else:
+        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
+    settings = _constant(preconditioner), smallest, solver
+    found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
     quadratic, left_over = _quadratic_form(flat, right, found)
 
     def combine(log_det):
@@ -100,7 +111,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     size = jnp.sqrt(_dot(frozen, frozen))
     steps = jnp.asarray(counted.get("num_steps", 0))
-    known, std_err = determinant.stats, jnp.hypot(determinant.std_err, rounding) / 2
+    std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
         "num_matvecs": known["num_matvecs"] + steps + 2,
         "std.err": std_err,
