@@ -108,7 +108,9 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         constant = flat.size * math.log(2 * math.pi)
         return -(quadratic + log_det + constant) / 2
 
+    # In exact arithmetic conjugate gradients leave nothing along the solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
+    rounding = jnp.hypot(rounding, _dot(found, left_over))
     size = jnp.sqrt(_dot(frozen, frozen))
     steps = jnp.asarray(counted.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
@@ -229,7 +231,7 @@ def gaussian_log_prob(
 
     A [`traceax.Solution`][]. `value` is second-order accurate in the error of the solve,
     and `std_err` is half of that of the log-determinant, with rounding of the quadratic
-    form. `stats` has, beside the entries described there,
+    form, which is seen in $x^T (r - A x)$. `stats` has, beside the entries described there,
 
     - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
         `"solve_residual"`, $\\|r - A x\\| / \\|r\\|$. Neither `std_err` nor the interval
