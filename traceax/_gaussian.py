@@ -231,7 +231,8 @@ def gaussian_log_prob(
 
     A [`traceax.Solution`][]. `value` is second-order accurate in the error of the solve,
     and `std_err` is half of that of the log-determinant, with rounding of the quadratic
-    form, which is seen in $x^T (r - A x)$. `stats` has, beside the entries described there,
+    form, which is seen in $x^T (r - A x)$. `stats` has, beside the entries described
+    there,
 
     - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
         `"solve_residual"`, $\\|r - A x\\| / \\|r\\|$. Neither `std_err` nor the interval
