@@ -77,7 +77,8 @@ class Adaptive(eqx.Module):
     - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
         set it where the budget allows for both.
     - `cost`: how much of the user's budget a unit of this one is. Calls set it.
-    - `spent`: how much of that is spent before the first round. Estimators set it.
+    - `spent`: how much of that is spent before the first round, if any. Estimators set
+        it.
     """
 
     rtol: Real[Array, ""]
@@ -93,7 +94,7 @@ class Adaptive(eqx.Module):
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
     exact_cost: int | None = eqx.field(static=True)
     cost: int = eqx.field(static=True)
-    spent: Int[Array, ""] | int
+    spent: Int[Array, ""] | None
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Adaptive(eqx.Module):
         norm: Callable[[PyTree], Scalar] = two_norm,
         exact_cost: int | None = None,
         cost: int = 1,
-        spent: Int[Array, ""] | int = 0,
+        spent: Int[Array, ""] | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 

@@ -64,7 +64,7 @@ class _Between(eqx.Module):
         product = self.outside(action.applied(run, nodes, vectors))
         errors = jax.vmap(self.outside)(action.errors(run, nodes, vectors))
         sizes = jnp.linalg.norm(errors, axis=1) / vector.size**0.5
-        extremes = nodes[jnp.array([0, -1])]
+        extremes = jnp.stack([nodes[0], nodes[-1]])
         return product, extremes, jnp.max(sizes[:3]), jnp.max(sizes[3:])
 
 

@@ -12,7 +12,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_operator
+from ._checks import check_instance, check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, FlatOperator, flatten, from_flat, is_complex, to_flat
 from ._gradient import attach, FirstOrderFrame
@@ -272,6 +272,9 @@ def gaussian_log_prob(
     _check_vector("residual", residual, operator)
     if initial is not None:
         _check_vector("initial", initial, operator)
+    if preconditioner is not None:
+        example = "nystrom_preconditioner(operator, rank, key=key)"
+        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
     if solver is None:
         tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
         limit = 10 * operator.in_size()

@@ -94,7 +94,9 @@ def iterate(
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
-        spent = adaptive.spent + rounds * adaptive.round_size * adaptive.cost
+        spent = rounds * adaptive.round_size * adaptive.cost
+        if adaptive.spent is not None:
+            spent = spent + adaptive.spent
         rounds = _report(adaptive.callback, rounds, spent, seen.value, seen.std_err)
         if adaptive.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])

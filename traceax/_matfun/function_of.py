@@ -55,7 +55,7 @@ class Action(eqx.Module):
     ) -> Inexact[Array, " n"]:
         """`f(A) v`, or NaN where a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
-        ends = nodes[jnp.array([0, -1])]
+        ends = jnp.stack([nodes[0], nodes[-1]])
         outside = outside_domain(self.function, self.operator, ends, jnp.sum(values))
         values = jnp.where(outside, jnp.nan, values)
         # For the zero vector there is no Krylov space, and f(0) may be infinite.

@@ -14,7 +14,7 @@ from .._solution import Estimate
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
-from .preconditioner import AbstractPreconditioning
+from .preconditioner import AbstractPreconditioner, AbstractPreconditioning
 from .steps import AdaptiveSteps
 
 
@@ -72,7 +72,10 @@ class Preconditioned(AbstractFunctionEstimator):
             "estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()"
         )
         example = "nystrom_preconditioner(operator, rank, key=key)"
-        check_instance("preconditioner", preconditioner, AbstractPreconditioning, example)
+        if not isinstance(preconditioner, AbstractPreconditioning):
+            check_instance(
+                "preconditioner", preconditioner, AbstractPreconditioner, example
+            )
         self.estimator = estimator
         self.preconditioner = preconditioner
 
