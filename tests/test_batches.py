@@ -239,9 +239,11 @@ def test_data_and_probes_on_devices(split):
         settings = {"k": 6, "key": jr.key(0), "throw": False, "execution": execution}
         return tx.trace(operator, estimator, **settings).value
 
-    both = jax.jit(jax.value_and_grad(trace), static_argnums=2)
     batches = jax.device_put(data(0), NamedSharding(MESH, spec))
-    close("", both(w, batches, tx.Sharded(MESH)), both(w, data(0), tx.Local()), 1e-12)
+    both = jax.jit(jax.value_and_grad(trace), static_argnums=2)
+    compiled = both.lower(w, batches, tx.Sharded(MESH)).compile()
+    assert {kind for kind, _ in collectives(compiled)} == {"all-reduce"}
+    close("", compiled(w, batches), both(w, data(0), tx.Local()), 1e-12)
 
 
 @pytest.mark.parametrize(
