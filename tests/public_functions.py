@@ -185,6 +185,14 @@ def jacobian_gram(matrix, point):
     return tx.jacobian_gram(layer(matrix), point)
 
 
+def losses(w, rows):
+    return jnp.tanh(rows @ w) ** 2
+
+
+def empirical_fisher(matrix, point):
+    return tx.empirical_fisher(losses, point, matrix.reshape(2, -1, *point.shape))
+
+
 def divergence(matrix, key, throw=True):
     settings = {"k": 2, "key": key, "throw": throw}
     velocity, solution = tx.divergence(layer(matrix), matrix[0], **settings)
@@ -248,6 +256,7 @@ FUNCTIONS = {
     "hessian": curved(hessian),
     "ggn": curved(ggn),
     "jacobian-gram": curved(jacobian_gram),
+    "empirical-fisher": curved(empirical_fisher),
     "divergence": divergence,
     "laplacian": laplacian,
     "rademacher": probes(tx.RademacherSampler()),

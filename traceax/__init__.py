@@ -104,6 +104,7 @@ from ._norms import (
     row_norms as row_norms,
 )
 from ._operator.curvature import (
+    empirical_fisher as empirical_fisher,
     ggn as ggn,
     hessian as hessian,
     jacobian_gram as jacobian_gram,

@@ -1,11 +1,15 @@
+import functools as ft
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, Inexact, PyTree, Scalar, Shaped
+
+from .._checks import check_positive
+from .._flat import standard_promotion
 
 
 _Point = TypeVar("_Point", bound=PyTree)
@@ -42,8 +46,99 @@ def _check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
         )
 
 
-def hessian(f: Callable[[_Point], Scalar], x: _Point) -> lx.JacobianLinearOperator:
-    """The Hessian of `f` at `x`, as an operator that is never formed.
+class _MeanProduct(eqx.Module):
+    """`v -> mean over b of operator(b) v`, where `operator(b)` is what `make` gives of
+    the functions `p -> fn(p, b)` and of `x`. Functions that stay the same objects, and
+    arrays that are leaves, are what lets compiled programs be used again."""
+
+    make: Callable[..., lx.AbstractLinearOperator]
+    fns: tuple[Callable[..., Any], ...]
+    x: PyTree
+    batches: PyTree[Array]
+    at_once: int = eqx.field(static=True)
+
+    @eqx.filter_jit
+    def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
+        # Residuals of more than one batch are kept neither forward nor in reverse.
+        @ft.partial(jax.checkpoint, prevent_cse=False)
+        def product(batch):
+            fns = [lambda point, fn=fn: fn(point, batch) for fn in self.fns]
+            return self.make(*fns, self.x).mv(vector)
+
+        def add(total, batch):
+            image = product(batch)
+            return jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, image), None
+
+        def total(batches):
+            return jax.lax.scan(add, zeros, batches)[0]
+
+        with standard_promotion():
+            zeros = jax.tree.map(
+                lambda v: jnp.zeros_like(v, jnp.promote_types(v.dtype, jnp.float32)),
+                vector,
+            )
+        count = len(jax.tree.leaves(self.batches)[0])
+        if self.at_once == 1:
+            sums = total(self.batches)
+        else:
+            size = (self.at_once, count // self.at_once)
+            lanes = jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
+            sums = jax.tree.map(lambda t: jnp.sum(t, axis=0), jax.vmap(total)(lanes))
+        return jax.tree.map(lambda t, v: (t / count).astype(v.dtype), sums, vector)
+
+
+def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]:
+    leaves = jax.tree.leaves(batches)
+    shapes = [jnp.shape(leaf) if eqx.is_array_like(leaf) else None for leaf in leaves]
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    if len(counts) != 1 or 0 in counts:
+        found = [
+            type(leaf).__name__ if shape is None else shape
+            for leaf, shape in zip(leaves, shapes, strict=True)
+        ]
+        raise ValueError(
+            "`batches` must be an array, or a PyTree of arrays, with one leading axis of "
+            f"the same length: the number of batches. Found leaves of shapes {found}. "
+            "Stack batches of one size, as by `jax.tree.map(lambda *xs: jnp.stack(xs), "
+            "*list_of_batches)`; fill up the last one, with weights of zero that are a "
+            "part of the batch, or leave it out."
+        )
+    (count,) = counts
+    if count % check_positive("at_once", at_once):
+        raise ValueError(
+            f"`at_once` must divide the number of batches. Found {at_once}, and {count} "
+            "batches, the length of the leading axis of `batches`."
+        )
+    return jax.tree.map(jnp.asarray, batches)
+
+
+def _mean(
+    make: Callable[..., lx.AbstractLinearOperator],
+    fns: tuple[Callable[..., Any], ...],
+    x: PyTree,
+    batches: PyTree,
+    at_once: int,
+    tags: object,
+) -> lx.FunctionLinearOperator:
+    """The mean over batches of `make(*fns, x)`, one product a pass over the data."""
+    batches = _check_batches(batches, at_once)
+    structure = jax.eval_shape(lambda: eqx.filter(x, eqx.is_inexact_array))
+    product = _MeanProduct(make, fns, x, batches, at_once)
+    operator = lx.FunctionLinearOperator(product, structure, tags, closure_convert=False)
+    # Here it is noticed if `x` or what a function returns is not as it should be.
+    operator.out_structure()
+    return operator
+
+
+def hessian(
+    f: Callable[..., Scalar],
+    x: PyTree,
+    batches: PyTree | None = None,
+    *,
+    at_once: int = 1,
+) -> lx.AbstractLinearOperator:
+    """The Hessian of `f` at `x`, as an operator that is never formed; or, with batches
+    of data, the mean of the Hessians of `x -> f(x, batch)`.
 
     !!! Example
 
@@ -57,30 +152,47 @@ def hessian(f: Callable[[_Point], Scalar], x: _Point) -> lx.JacobianLinearOperat
 
     **Arguments:**
 
-    - `f`: a twice differentiable function to a real scalar.
+    - `f`: a twice differentiable function to a real scalar: `f(x)`, or `f(x, batch)` if
+        there are batches.
     - `x`: the point: any PyTree. Its floating-point arrays, of n entries in all, are the
         variables; its other leaves (an Equinox model has some) are constants.
+    - `batches`: any PyTree of arrays whose leading axis counts the batches, as
+        `(images, labels)` of shapes `(batches, examples, ...)`. Each product runs
+        through all of them, with the memory of `at_once` batches, in derivatives of any
+        order too. The default, `None`, is for an `f` of `x` alone.
+    - `at_once`: how many batches are taken side by side; a divisor of their number. It
+        is the number of devices, where the leading axis is split over some: each then
+        has batches of its own, and a product is one all-reduce.
 
     **Returns:**
 
-    A symmetric-tagged `lineax.JacobianLinearOperator` on PyTrees of the structure of
-    `equinox.filter(x, equinox.is_inexact_array)`. One product costs about two gradients.
+    A symmetric-tagged operator on PyTrees of the structure of `equinox.filter(x,
+    equinox.is_inexact_array)`. One product costs about two gradients, of the whole data
+    where there are batches.
 
     **Raises:**
 
-    `TypeError` if `f(x)` is not a real scalar, or `x` has complex arrays or no floating
-    ones.
+    - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
+        floating ones.
+    - `ValueError` if `batches` has no arrays or leading axes of several lengths, or
+        `at_once` does not divide that length.
     """
+    if batches is not None:
+        return _mean(hessian, (f,), x, batches, at_once, lx.symmetric_tag)
     _check_scalar("f", f, x)
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
 
 
 def ggn(
-    model: Callable[[_Point], PyTree[Array]],
-    loss: Callable[[PyTree[Array]], Scalar],
-    x: _Point,
-) -> lx.TaggedLinearOperator:
-    """The generalised Gauss-Newton matrix $J^T H J$ of `loss(model(x))`.
+    model: Callable[..., PyTree[Array]],
+    loss: Callable[..., Scalar],
+    x: PyTree,
+    batches: PyTree | None = None,
+    *,
+    at_once: int = 1,
+) -> lx.AbstractLinearOperator:
+    """The generalised Gauss-Newton matrix $J^T H J$ of `loss(model(x))`; or, with batches
+    of data, the mean of those of `x -> loss(model(x, batch), batch)`.
 
     $J$ is the Jacobian of `model` at `x`, $H$ the Hessian of `loss` at `model(x)`. With
     a loss convex in the outputs (squares, cross-entropy on logits) it is positive
@@ -99,19 +211,21 @@ def ggn(
 
     **Arguments:**
 
-    - `model`: from `x` to outputs, any PyTree of floating-point arrays.
-    - `loss`: from the outputs to a real scalar, convex.
-    - `x`: the point, as in [`traceax.hessian`][].
+    - `model`: from `x` to outputs, any PyTree of floating-point arrays: `model(x)`, or
+        `model(x, batch)` if there are batches.
+    - `loss`: from the outputs to a real scalar, convex: `loss(outputs)`, or
+        `loss(outputs, batch)`.
+    - `x`, `batches`, `at_once`: as in [`traceax.hessian`][].
 
     **Returns:**
 
     A positive-semidefinite-tagged operator. One product costs about one forward-mode
-    and one reverse-mode derivative of `model`.
+    and one reverse-mode derivative of `model`, and with batches an evaluation.
 
     **Raises:**
 
-    `TypeError` if `loss` does not return a real scalar, or for `x` as in
-    [`traceax.hessian`][].
+    `TypeError` if `loss` does not return a real scalar; for `x`, `batches` and `at_once`
+    as [`traceax.hessian`][].
 
     ??? cite
 
@@ -128,6 +242,8 @@ def ggn(
         }
         ```
     """
+    if batches is not None:
+        return _mean(ggn, (model, loss), x, batches, at_once, _SEMIDEFINITE)
     jacobian = lx.linearise(_jacobian(model, x))
     outputs = model(x)
     _check_scalar("loss", loss, outputs)
@@ -166,3 +282,70 @@ def jacobian_gram(
     """
     jacobian = lx.linearise(_jacobian(f, x))
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)
+
+
+def empirical_fisher(
+    losses: Callable[..., Inexact[Array, " examples"]],
+    x: PyTree,
+    batches: PyTree | None = None,
+    *,
+    at_once: int = 1,
+) -> lx.AbstractLinearOperator:
+    """The empirical Fisher matrix: the mean over examples of $g_i g_i^T$, where $g_i$ is
+    the gradient at `x` of the loss of example i.
+
+    That is $J^T J / N$ for the Jacobian of the N losses. It is neither the Fisher matrix,
+    which averages over outputs that the model draws, nor the
+    [Gauss-Newton matrix][traceax.ggn], and can differ much from both.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        x, y = jnp.arange(6.0).reshape(3, 2), jnp.ones(3)
+        losses = lambda w: 0.5 * (x @ w - y) ** 2
+        operator = tx.empirical_fisher(losses, jnp.zeros(2))
+        print(f"{tx.trace(operator, k=2).value:.2f}")  # 18.33
+        ```
+
+    **Arguments:**
+
+    - `losses`: gives the losses of all examples, an array of shape `(examples,)` and not
+        their mean: `losses(x)`, or `losses(x, batch)` if there are batches.
+    - `x`, `batches`, `at_once`: as in [`traceax.hessian`][]. All batches weigh the same.
+
+    **Returns:**
+
+    A positive-semidefinite-tagged operator. One product costs about one forward-mode
+    and one reverse-mode derivative of `losses`, and with batches an evaluation.
+
+    **Raises:**
+
+    `TypeError` if `losses` does not return such an array; for `x`, `batches` and
+    `at_once` as [`traceax.hessian`][].
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{kunstner2019limitations,
+            author    = {Kunstner, Frederik and Balles, Lukas and Hennig, Philipp},
+            title     = {Limitations of the Empirical {F}isher Approximation for Natural
+                         Gradient Descent},
+            booktitle = {Advances in Neural Information Processing Systems},
+            volume    = {32},
+            year      = {2019},
+        }
+        ```
+    """
+    if batches is not None:
+        fns = (losses,)
+        return _mean(empirical_fisher, fns, x, batches, at_once, _SEMIDEFINITE)
+    out = eqx.filter_eval_shape(losses, x)
+    if getattr(out, "ndim", None) != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            "`losses` must return real floating-point numbers, of shape (examples,): the "
+            f"loss of each example. Found {out}. Leave out the mean over examples."
+        )
+    return jacobian_gram(lambda x: losses(x) / out.size**0.5, x)
