@@ -216,10 +216,12 @@ def gaussian_log_prob(
     - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
-    - `estimator`, `k`, `num_steps`, `key`, `preconditioner`, `gradient`, `execution`: of
-        the log-determinant, as for [`traceax.logdet`][]; with [`traceax.Adaptive`][] the
+    - `estimator`, `k`, `num_steps`, `key`, `gradient`, `execution`: of the
+        log-determinant, as for [`traceax.logdet`][]; with [`traceax.Adaptive`][] the
         tolerances are those of the log-determinant. `gradient` does not matter to the
         quadratic form.
+    - `preconditioner`: one that is made, as by [`traceax.nystrom_preconditioner`][], for
+        the log-determinant and the solve.
     - `solver`: for $x = A^{-1} r$. Its tolerances are beside a residual of root mean
         square one. Default: `lineax.CG`, whose tolerances are the square root of the unit
         roundoff.

@@ -16,7 +16,7 @@ from ._execution import AbstractExecution, Local
 from ._flat import dtypes, FlatFunction, from_flat, to_flat
 from ._kernel.taylor import second_derivative
 from ._moments import Moments
-from ._operator.curvature import hessian
+from ._operator.curvature import check_scalar, hessian
 from ._quantity import Trace
 from ._sampler import draw, needed, RademacherSampler
 from ._solution import Estimate, Solution
@@ -96,9 +96,12 @@ def laplacian(
         ```
     """
     check_point(x)
-    operator = hessian(fn, x)
+    check_scalar("fn", fn, x)
     value, gradient = jax.value_and_grad(fn)(x)
-    structure, (dtype, _) = operator.in_structure(), dtypes(operator)
+    structure = jax.eval_shape(lambda: x)
+    # In the place of the Hessian, which is not made: its size and dtype.
+    operator = lx.IdentityLinearOperator(structure)
+    dtype, _ = dtypes(operator)
 
     def flat_fn(vector):
         return fn(from_flat(vector, structure)).astype(dtype)
@@ -145,6 +148,7 @@ class _Laplacian(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         if isinstance(k, Adaptive):
+            operator = hessian(self.fn, self.point)
             return HutchinsonEstimator().run(operator, k, key, execution)
         size, dtype = self.point.size, self.point.dtype
 

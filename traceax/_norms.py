@@ -162,9 +162,11 @@ def frobenius_products(
     **Arguments:**
 
     - `operators`: a list of p square operators, of the same structure and dtype.
-    - `estimator`, `k`, `key`, `execution`, `throw`: as for [`traceax.frobenius_norm`][];
-        with [`traceax.Adaptive`][] the errors of all entries together are compared with
-        the tolerance.
+    - `estimator`: one whose samples are products with random vectors. Default:
+        [`traceax.HutchinsonEstimator`][].
+    - `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]; with
+        [`traceax.Adaptive`][] the errors of all entries together are compared with the
+        tolerance.
 
     **Returns:**
 
@@ -175,8 +177,8 @@ def frobenius_products(
 
     **Raises:**
 
-    Errors as [`traceax.frobenius_norm`][], a `TypeError` where `operators` is not a list
-    or empty, and a `ValueError` where structures differ.
+    Errors as [`traceax.trace`][], a `TypeError` where `operators` is not a list or empty,
+    and a `ValueError` where structures differ or the estimator is of another kind.
     """
     if not isinstance(operators, Sequence) or len(operators) == 0:
         raise TypeError(

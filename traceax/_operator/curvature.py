@@ -34,7 +34,7 @@ def _jacobian(
     )
 
 
-def _check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
+def check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
     out = eqx.filter_eval_shape(fn, x)
     if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
         fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
@@ -179,7 +179,7 @@ def hessian(
     """
     if batches is not None:
         return _mean(hessian, (f,), x, batches, at_once, lx.symmetric_tag)
-    _check_scalar("f", f, x)
+    check_scalar("f", f, x)
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
 
 
@@ -246,7 +246,7 @@ def ggn(
         return _mean(ggn, (model, loss), x, batches, at_once, _SEMIDEFINITE)
     jacobian = lx.linearise(_jacobian(model, x))
     outputs = model(x)
-    _check_scalar("loss", loss, outputs)
+    check_scalar("loss", loss, outputs)
     curvature = lx.linearise(hessian(loss, outputs))
     return lx.TaggedLinearOperator(jacobian.T @ curvature @ jacobian, _SEMIDEFINITE)
 
