@@ -1,4 +1,4 @@
-"""`jit`, `vmap`, shape evaluation, compilation ahead of time, and no hang."""
+"""`vmap`, strict promotion modes, and no hang."""
 
 import os
 import subprocess
@@ -53,45 +53,6 @@ def test_vmap_over_operators_and_keys(estimator):
             alone = trace_of_matrix(matrix, estimator, key, k=K)
             assert np.isclose(values[i, j], alone.value, rtol=1e-11, atol=0)
             assert np.isclose(std_errs[i, j], alone.std_err, rtol=1e-6, atol=0)
-
-
-@and_auto
-def test_jit_and_ahead_of_time(estimator):
-    """The call outside of `jit`, within it, and compiled ahead of time."""
-    operator = matrix_free(jnp.asarray(MATRICES[1]), PSD)
-    direct = tx.trace(operator, estimator, k=K, key=KEYS[0])
-    args = MATRICES[1], estimator, KEYS[0]
-    compiled = trace_of_matrix.lower(*args, k=K).compile()
-    for call in (trace_of_matrix, compiled):
-        assert np.isclose(call(*args, k=K).value, direct.value, rtol=1e-12, atol=0)
-
-
-def test_plain_jit_ahead_of_time():
-    """`jax.jit` in the place of `equinox.filter_jit`."""
-
-    @jax.jit
-    def run(matrix, key):
-        return trace_of_matrix(matrix, tx.XTraceEstimator(), key, k=K)
-
-    expected = trace_of_matrix(MATRICES[1], tx.XTraceEstimator(), KEYS[0], k=K)
-    for call in (run.lower(MATRICES[1], KEYS[0]).compile(), run):
-        value = call(MATRICES[1], KEYS[0]).value
-        assert np.isclose(value, expected.value, rtol=1e-12, atol=0)
-
-
-@and_auto
-def test_shape_evaluation(estimator):
-    def run(matrix, estimator, key):
-        return trace_of_matrix(matrix, estimator, key, k=K)
-
-    args = MATRICES[1], estimator, KEYS[0]
-    shapes, solution = eqx.filter_eval_shape(run, *args), run(*args)
-
-    def described(solution):
-        arrays = solution.value, solution.std_err, solution.stats["samples"]
-        return [(x.shape, x.dtype) for x in arrays]
-
-    assert described(shapes) == described(solution)
 
 
 @and_auto
