@@ -236,13 +236,16 @@ def test_data_and_probes_on_devices(split):
 
     def trace(w, batches, execution):
         operator, estimator = ggn(w, batches, at_once), tx.HutchinsonEstimator()
+        operator += 0.1 * lx.IdentityLinearOperator(operator.in_structure())
         settings = {"k": 6, "key": jr.key(0), "throw": False, "execution": execution}
         return tx.trace(operator, estimator, **settings).value
 
     batches = jax.device_put(data(0), NamedSharding(MESH, spec))
     both = jax.jit(jax.value_and_grad(trace), static_argnums=2)
     compiled = both.lower(w, batches, tx.Sharded(MESH)).compile()
-    assert {kind for kind, _ in collectives(compiled)} == {"all-reduce"}
+    # Nothing is gathered but a number or two from each of the two groups of devices.
+    gathered = [shape for kind, shape in collectives(compiled) if kind != "all-reduce"]
+    assert set(gathered) <= {(2,), (2, 1)}, gathered
     close("", compiled(w, batches), both(w, data(0), tx.Local()), 1e-12)
 
 

@@ -7,6 +7,7 @@ import lineax as lx
 import numpy as np
 import pytest
 from jax.experimental import sparse
+from jax.sharding import NamedSharding, PartitionSpec
 
 import traceax as tx
 
@@ -247,6 +248,39 @@ ON_DIAGONAL = PATTERN.indices[:, 0] == PATTERN.indices[:, 1]
 )
 def test_log_determinant(make, x):
     agree(value_and_slope(make, slq), x)
+
+
+def masked(x):
+    fn = lambda v: jnp.where(x > 0, x, 0) @ v + 3 * v  # noqa: E731
+    return lx.FunctionLinearOperator(fn, VECTOR, PSD)
+
+
+def by_rows(x):
+    """A loop over rows that starts from a vector of its own."""
+
+    def fn(v):
+        add = lambda total, row: (total + row * (row @ v), None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros(N), x)[0] + 3 * v
+
+    return lx.FunctionLinearOperator(fn, VECTOR, PSD)
+
+
+@pytest.mark.parametrize(
+    ("make", "call"), [(masked, hutchinson), (masked, slq), (by_rows, xtrace)]
+)
+def test_arrays_on_the_mesh(make, call):
+    """Whose types name it, in functions that are compiled apart. Their derivative is
+    still one sum over the devices, outside of the loop over blocks."""
+    mesh, x = SHARDED.mesh, np.abs(A) / N + D * np.eye(N)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("probes")))
+    both = jax.jit(
+        lambda x, e: jax.value_and_grad(lambda x: call(make(x), e))(x), static_argnums=1
+    )
+    compiled = both.lower(placed, tx.Sharded(mesh, block_size=1)).compile()
+    text = [line for line in compiled.as_text().splitlines() if " all-reduce(" in line]
+    (of_matrix,) = [line for line in text if f"f64[{N},{N}]" in line]
+    assert "while/body" not in of_matrix
+    close("", compiled(placed), both(x, tx.Local()), 1e-12)
 
 
 def test_identity():

@@ -1,6 +1,6 @@
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -39,16 +39,35 @@ def _check_auto(operator: FlatOperator) -> None:
         )
 
 
-def _solves(x: Any) -> bool:
-    """Whether there is a `lineax.linear_solve` in a jaxpr, or in those inside it. Under
-    `vmap` it is a parameter of another primitive."""
+def _jaxprs(x: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """A jaxpr and those inside it."""
     if isinstance(x, ClosedJaxpr | Jaxpr):
-        return any(
-            _solves(each)
-            for equation in getattr(x, "jaxpr", x).eqns
-            for each in (equation.primitive, *jax.tree.leaves(equation.params))
-        )
-    return isinstance(x, Primitive) and x.name == "linear_solve"
+        yield x
+        for equation in x.eqns:
+            for each in jax.tree.leaves(equation.params):
+                yield from _jaxprs(each)
+
+
+def _solves(product: ClosedJaxpr) -> bool:
+    """Whether there is a `lineax.linear_solve` in a product. Under `vmap` it is a
+    parameter of another primitive."""
+    return any(
+        isinstance(each, Primitive) and each.name == "linear_solve"
+        for jaxpr in _jaxprs(product)
+        for equation in jaxpr.eqns
+        for each in (equation.primitive, *jax.tree.leaves(equation.params))
+    )
+
+
+def _names_a_mesh(product: ClosedJaxpr) -> bool:
+    """Whether a function inside a product, such as the body of a loop, was traced for the
+    mesh of arrays that are placed on one."""
+    _, *inner = _jaxprs(product)
+    equations = [equation for jaxpr in inner for equation in jaxpr.eqns]
+    types = [variable.aval for equation in equations for variable in equation.outvars]
+    shardings = [getattr(type_, "sharding", None) for type_ in types]
+    meshes = [x.mesh for x in shardings if x is not None and not x.mesh.empty]
+    return any(mesh.are_all_axes_auto for mesh in meshes)
 
 
 class Sharded(AbstractExecution):
@@ -134,7 +153,8 @@ class Sharded(AbstractExecution):
             xs = jax.tree.map(lambda x: x[last], xs)
         vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
         product = jax.make_jaxpr(operator.mv)(vector)
-        run = self._automatic if _solves(product) else self._manual
+        automatic = _solves(product) or _names_a_mesh(product)
+        run = self._automatic if automatic else self._manual
         if self.rows is not None:
             by_rows = _ByRows(operator.fn, self.mesh, self.rows)
             operator = dataclasses.replace(operator, fn=by_rows)
@@ -178,21 +198,29 @@ class Sharded(AbstractExecution):
     def _automatic(
         self, share: Callable, arrays: PyTree, xs: PyTree, valid: Array
     ) -> tuple[PyTree, PyTree]:
-        """The same by the compiler, from a batch of shares that is split over devices. A
-        `lineax.linear_solve` has no derivative inside `shard_map`: it compares the types
-        of vectors, to which `shard_map` adds the mesh, with those of its operator."""
+        """The same by the compiler, from a batch of shares that is split over devices:
+        for products whose types do not fit those of `shard_map`. A `lineax.linear_solve`
+        compares the types of vectors with those of its operator, and functions inside a
+        product keep theirs, with the mesh of arrays that are placed on one."""
         devices = self.mesh.shape[self.axis]
-        split = NamedSharding(self.mesh, PartitionSpec(self.axis))
-        xs, valid = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(
-                x.reshape(devices, -1, *x.shape[1:]), split
-            ),
-            (xs, valid),
+
+        def spread(x):
+            rest = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+            split = NamedSharding(self.mesh, PartitionSpec(self.axis, *rest))
+            return jax.lax.with_sharding_constraint(x, split)
+
+        # Arrays once for each device, or a derivative sums where they are used.
+        arrays = jax.tree.map(
+            lambda x: spread(jnp.broadcast_to(x, (devices, *x.shape))), arrays
         )
-        batched = jax.vmap(share, in_axes=(None, 0, 0), spmd_axis_name=self.axis)
+        xs, valid = jax.tree.map(
+            lambda x: spread(x.reshape(devices, -1, *x.shape[1:])), (xs, valid)
+        )
+        batched = jax.vmap(share, spmd_axis_name=self.axis)
         outs, parts = batched(arrays, xs, valid)
         outs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs)
-        return outs, parts
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return outs, jax.lax.with_sharding_constraint(parts, whole)
 
     def map(
         self,
