@@ -1,6 +1,7 @@
 """The derivative of the estimate of a function: the form that it has, its mean and its
 variance, and what a callable costs to compile."""
 
+import equinox as eqx
 import jax
 import jax.monitoring
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import traceax as tx
 from traceax._kernel.frechet import divided_differences, few_pairs
 
 from .helpers import hermitian, matrix_free, z_score
+from .programs.common import PSD
 from .test_matrix_functions import compiled, KEY, over_keys, trace_of
 
 
@@ -222,6 +224,34 @@ def test_variance_with_a_preconditioner(rank, factor):
     for i in range(2):
         assert z_score(four[:, i], exact[i]) < 4
     assert np.std(four[:, 0]) < factor * np.std(one[:, 0])
+
+
+@eqx.filter_jit
+def solved_slopes(scale, matrix, function, rtol):
+    """Derivatives in the logarithm of a scale, the second one for logarithms."""
+
+    def estimate(t):
+        operator = lx.MatrixLinearOperator(scale * jnp.exp(t) * matrix, PSD)
+        settings = {"k": 4, "num_steps": 12, "key": KEY, "throw": False}
+        gradient = tx.SolveGradient(lx.CG(rtol=rtol, atol=rtol))
+        settings["gradient"] = gradient
+        return tx.trace_of_function(operator, function, **settings).value
+
+    value, first = jax.value_and_grad(estimate)(0.0)
+    return value, first, jax.grad(jax.grad(estimate))(0.0)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-4), (np.float64, 1e-9)])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_solves_of_any_scale(dtype, rtol, scale):
+    """`lineax.CG` breaks down where all eigenvalues are much below one."""
+    square = DIRECTION[0, :, :8].astype(dtype)
+    matrix, scale = square @ square.T + np.eye(N, dtype=dtype), dtype(scale)
+    _, first, second = solved_slopes(scale, matrix, tx.Log(), rtol)
+    np.testing.assert_allclose(first, N, rtol=30 * rtol)
+    np.testing.assert_allclose(second, 0, atol=30 * rtol * N)
+    value, first, _ = solved_slopes(scale, matrix, tx.Inverse(), rtol)
+    np.testing.assert_allclose(first, -value, rtol=30 * rtol)
 
 
 def calls(make, values):

@@ -27,7 +27,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
@@ -75,9 +75,14 @@ class FirstOrderFrame(AbstractFrame):
 
 class SolvedFrame(AbstractFrame):
     """`coefficient * A^(-num_solves) R`, or with the adjoint of A if it is not Hermitian
-    positive definite."""
+    positive definite.
+
+    The solves are with `A / unit`: the tolerances of a solver are beside one, and
+    `lineax.CG` breaks down where all eigenvalues are much below one.
+    """
 
     right: Inexact[Array, "n p"]
+    unit: Real[Array, ""]
     solver: lx.AbstractLinearSolver
     coefficient: float = eqx.field(static=True)
     num_solves: int = eqx.field(static=True)
@@ -88,14 +93,16 @@ class SolvedFrame(AbstractFrame):
         structure = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
         definite = self.hermitian and operator.hermitian
         tags = lx.positive_semidefinite_tag if definite else ()
-        matrix = lx.FunctionLinearOperator(operator.fn, structure, tags)
+        matrix = lx.FunctionLinearOperator(
+            lambda vector: operator.fn(vector) / self.unit, structure, tags
+        )
         if not definite:
             matrix = lx.conj(matrix.transpose())
 
         def solve(column):
             for _ in range(self.num_solves):
                 column = lx.linear_solve(matrix, column, self.solver).value
-            return self.coefficient * column
+            return self.coefficient * column / self.unit**self.num_solves
 
         return jax.vmap(solve, in_axes=1, out_axes=1)(self.right)
 

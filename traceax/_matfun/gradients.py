@@ -2,6 +2,7 @@ import abc
 from typing import ClassVar
 
 import equinox as eqx
+import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact
 
@@ -205,7 +206,11 @@ class SolveGradient(AbstractFunctionGradient):
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values
-        return SolvedFrame(probes, self.solver, coefficient, num_solves, hermitian)
+        # The derivative along the identity, tr f'(A), is a mean of powers of eigenvalues.
+        slope, count = jnp.vdot(left, right).real, jnp.vdot(probes, probes).real
+        mean = jnp.abs(slope / (coefficient * count))
+        unit = jnp.where(jnp.isfinite(mean) & (mean > 0), mean, 1) ** (-1 / num_solves)
+        return SolvedFrame(probes, unit, self.solver, coefficient, num_solves, hermitian)
 
 
 SolveGradient.__init__.__doc__ = """**Arguments:**
