@@ -88,6 +88,21 @@ def test_sketch_one_probe_wider_than_the_rank(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_xnystrace_wider_than_the_rank(dtype):
+    """One or two probes wider than rank 5: exact but for what rounding becomes where the
+    others are nearly dependent, and so are nearly all bars."""
+    matrix = jnp.asarray(hermitian(3, [1.0] * 5 + [0.0] * 59), dtype)
+    for k in (6, 7):
+        errors, bars, widths = errors_and_bars(
+            matrix, tx.XNysTraceEstimator(), k, 400, PSD
+        )
+        assert_covers(errors, widths, 0.95)
+        eps = float(np.finfo(dtype).eps)
+        assert np.median(np.abs(errors)) < 1e4 * eps
+        assert np.median(bars) < 3e4 * eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decay", [1.0, 0.1])
 def test_essential_columns(dtype, decay):
     """Of columns of decreasing size, one of which is repeated, or is a combination of

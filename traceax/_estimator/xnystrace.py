@@ -94,8 +94,10 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         products, scale = normalise(matmat(basis))
         approximation = nystrom(basis, products, eps)
         gram = approximation.factor.conj().T @ approximation.factor
-        p, shift = approximation.whitener @ loo.directions, approximation.shift
-        samples, without = xnystrace_samples(loo, p, gram, shift, n, self.improved)
+        whitener, shift = approximation.whitener, approximation.shift
+        p = whitener @ loo.directions
+        matrices = p, whitener, gram
+        samples, without = xnystrace_samples(loo, *matrices, shift, n, self.improved)
 
         def expansion():
             directions, factor = basis @ loo.directions, approximation.factor
@@ -151,7 +153,8 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         loo = leave_one_out(s, vh, roundoff)
         coordinates = u @ loo.directions
         p = whitener @ coordinates
-        samples, without = xnystrace_samples(loo, p, gram, shift, n, self.improved)
+        matrices = p, whitener, gram
+        samples, without = xnystrace_samples(loo, *matrices, shift, n, self.improved)
         valid = jnp.arange(m) < count
         probes = nystrom.basis @ state.probes
 

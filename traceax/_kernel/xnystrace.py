@@ -11,7 +11,7 @@ approximation without probe i is `B (I - p_i p_i* / |p_i|^2) B*`, and
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .expansion import AbstractExpansion, AbstractLeaveOneOut, OneSided, Pair
 from .leave_one_out import LeaveOneOut, Pairs
@@ -20,6 +20,7 @@ from .leave_one_out import LeaveOneOut, Pairs
 def xnystrace_samples(
     loo: LeaveOneOut,
     p: Inexact[Array, "m m"],
+    whitener: Inexact[Array, "m m"],
     gram: Inexact[Array, "m m"],
     shift: Real[Array, ""],
     n: int,
@@ -28,6 +29,7 @@ def xnystrace_samples(
     """The samples and, entry `[i, j]`, sample j without probe i. `loo` is that of the
     probes, and `gram` is B* B."""
     essential = loo.essential.astype(int)
+    redundant = _redundant(p, whitener, shift)
     p, rest = _unit(p)
     form = p.conj().T @ gram @ p
     trace = jnp.trace(gram).real - shift * n
@@ -35,12 +37,25 @@ def xnystrace_samples(
     c = (n - loo.rank + essential) if improved else loo.distance**2
     samples = trace - jnp.diagonal(form).real + c * rest
 
+    p = jnp.where(redundant, 0, p)
+    form = p.conj().T @ gram @ p
     pairs = Pairs.of(p.conj().T @ p)
     if improved:
         overlap = jnp.abs(loo.directions.conj().T @ loo.directions) ** 2
         c = (n - loo.rank + essential[:, None] + essential) * (1 - overlap)
     without = trace - pairs.trace(form).real + c * rest / pairs.det
     return samples, without
+
+
+def _redundant(
+    p: Inexact[Array, "m m"], whitener: Inexact[Array, "m m"], shift: Real[Array, ""]
+) -> Bool[Array, " m"]:
+    """Which probes add nothing to the others but the shift: those whose coordinates are
+    nearly all along directions in which A itself is of the size of the shift or less."""
+    null = shift * jnp.sum(jnp.abs(whitener) ** 2, axis=1) > 1 / 4
+    weight = jnp.abs(p) ** 2
+    inside = jnp.sum(jnp.where(null[:, None], 0, weight), axis=0)
+    return jnp.sum(weight, axis=0) > 64 * inside
 
 
 def _unit(p: Array) -> tuple[Array, Array]:
