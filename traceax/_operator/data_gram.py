@@ -1,0 +1,182 @@
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Bool, Inexact, Int, Real, Shaped
+
+from .._checks import check_flag, check_positive
+from .._flat import standard_promotion
+from .._storage import AbstractStorage, storage
+
+
+_ENTRIES = 2**24  # of a chunk, by default: 64 MiB in float32
+
+
+class _Chunks(eqx.Module):
+    """A matrix in chunks of one size. The last one may begin with rows or columns that
+    the one before has shown."""
+
+    storage: AbstractStorage
+    size: int = eqx.field(static=True)
+
+    @property
+    def numbers(self) -> Int[Array, " c"]:
+        return jnp.arange(-(-self.storage.shape[self.storage.axis] // self.size))
+
+    def read(
+        self, number: Int[Array, ""]
+    ) -> tuple[Shaped[Array, "a b"], Int[Array, ""], Bool[Array, " s"]]:
+        """A chunk, where it begins, and which of its rows or columns are new."""
+        start = self.size * number
+        first = jnp.minimum(start, self.storage.shape[self.storage.axis] - self.size)
+        chunk = self.storage.chunk(first, self.size)
+        return chunk, first, first + jnp.arange(self.size) >= start
+
+
+class _Columns(eqx.Module):
+    """Mean and standard deviation of each column."""
+
+    mean: Inexact[Array, " m"]
+    std: Real[Array, " m"]
+
+
+class _DataGram(eqx.Module):
+    """`v -> X X* v / m`; with `columns`, those of X are standardised."""
+
+    chunks: _Chunks
+    columns: _Columns | None
+
+    @eqx.filter_jit
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        _, m = self.chunks.storage.shape
+        zeros, size = jnp.zeros_like(vector), self.chunks.size
+        with standard_promotion():
+            if self.chunks.storage.axis == 1:
+                return self._sum(lambda x, _: x @ (x.conj().T @ vector), zeros) / m
+
+            def adjoint(x, first):
+                return x.conj().T @ _cut(vector, first, size)
+
+            half = self._sum(adjoint, jnp.zeros_like(vector, shape=m))
+            return self._sum(lambda x, _: x @ half, zeros) / m
+
+    def _sum(self, fn: Callable[[Array, Array], Array], total: Array) -> Array:
+        """The sum of `fn(x, first)` over all chunks `x`, one pass over the data. What is
+        shorter than the total is added to it from `first` on."""
+
+        # Chunks are kept neither forward nor in reverse.
+        @ft.partial(jax.checkpoint, prevent_cse=False)
+        def of(number):
+            x, first = self._standardised(number)
+            return fn(x, first), first
+
+        def add(total, number):
+            y, first = of(number)
+            if y.shape == total.shape:
+                return total + y, None
+            y = _cut(total, first, y.size) + y
+            return jax.lax.dynamic_update_slice(total, y, (first,)), None
+
+        return jax.lax.scan(add, total, self.chunks.numbers)[0]
+
+    def _standardised(
+        self, number: Int[Array, ""]
+    ) -> tuple[Inexact[Array, "a b"], Int[Array, ""]]:
+        """A chunk, zero where it is not new, and where it begins."""
+        x, first, new = self.chunks.read(number)
+        x = x.astype(self.chunks.storage.dtype)
+        by_rows = self.chunks.storage.axis == 0
+        if self.columns is not None:
+            mean, std = self.columns.mean, self.columns.std
+            if not by_rows:
+                mean, std = _cut(mean, first, new.size), _cut(std, first, new.size)
+            x = (x - mean) * jnp.where(std > 0, 1 / jnp.where(std > 0, std, 1), 0)
+        return jnp.where(new[:, None] if by_rows else new, x, 0), first
+
+
+def _cut(x: Array, first: Int[Array, ""], size: int) -> Array:
+    return jax.lax.dynamic_slice(x, (first,), (size,))
+
+
+@eqx.filter_jit
+def _columns(chunks: _Chunks) -> _Columns:
+    """In one pass over the data."""
+    store = chunks.storage
+    mean = jnp.zeros(store.shape[1], store.dtype)
+    start = _Columns(mean, mean.real)
+
+    def put(columns, number):
+        x, first, _ = chunks.read(number)
+        found = _of_rows(x, jnp.ones(len(x), bool), store)
+        put = lambda all, some: jax.lax.dynamic_update_slice(all, some, (first,))  # noqa: E731
+        return jax.tree.map(put, columns, found), None
+
+    def merge(columns, number):
+        x, first, new = chunks.read(number)
+        found = _of_rows(x, new, store)
+        # Chan, Golub and LeVeque, The American Statistician 37, 1983.
+        share = jnp.sum(new) / (first + new.size)
+        moved = found.mean - columns.mean
+        std = jnp.hypot(jnp.sqrt(1 - share) * columns.std, jnp.sqrt(share) * found.std)
+        std = jnp.hypot(std, jnp.sqrt(share * (1 - share)) * jnp.abs(moved))
+        return _Columns(columns.mean + share * moved, std), None
+
+    with standard_promotion():
+        step = put if store.axis == 1 else merge
+        return jax.lax.scan(step, start, chunks.numbers)[0]
+
+
+def _of_rows(
+    x: Shaped[Array, "a b"], new: Bool[Array, " a"], store: AbstractStorage
+) -> _Columns:
+    """Of the rows that are new. It is their differences from one row that are summed, so
+    that constant columns are found to be constant."""
+    axis = int(store.by_columns)
+    x = x.T if store.by_columns else x  # as it lies in memory
+    new = jnp.expand_dims(new, 1 - axis)
+    row = jax.lax.slice_in_dim(x, -1, None, axis=axis).astype(store.dtype)
+
+    def reduce(reduction, fn, *arrays):
+        # Behind the barrier each reduction casts for itself. One cast for all of them
+        # would be written to memory, which takes five times as long.
+        x_, row_, *arrays = jax.lax.optimization_barrier((x, row, *arrays))
+        terms = jnp.where(new, fn(x_.astype(store.dtype) - row_, *arrays), 0)
+        return reduction(terms, axis=axis, keepdims=True)
+
+    count = jnp.sum(new)
+    mean = reduce(jnp.sum, lambda d: d) / count
+    unit = reduce(jnp.max, lambda d, mean: jnp.abs(d - mean), mean)
+    safe = jnp.where(unit > 0, unit, 1)
+    squares = reduce(jnp.sum, lambda d, *c: (jnp.abs(d - c[0]) / c[1]) ** 2, mean, safe)
+    std = unit * jnp.sqrt(squares / count)
+    return _Columns((row + mean).reshape(-1), std.reshape(-1))
+
+
+def data_gram(
+    x: Any,
+    shape: tuple[int, int] | None = None,
+    *,
+    axis: int = 1,
+    chunk_size: int | None = None,
+    standardise: bool = False,
+) -> lx.AbstractLinearOperator:
+    if axis not in (0, 1):
+        raise ValueError(
+            "`axis` must be 1, where `x` is read in chunks of columns, or 0 for rows. "
+            f"Found {axis!r}."
+        )
+    check_flag("standardise", standardise)
+    store = storage(x, shape, axis)
+    length, other = store.shape[axis], store.shape[1 - axis]
+    if chunk_size is None:
+        number = -(-length // max(1, _ENTRIES // other))
+        chunk_size = -(-length // number)
+    chunks = _Chunks(store, min(length, check_positive("chunk_size", chunk_size)))
+    product = _DataGram(chunks, _columns(chunks) if standardise else None)
+    structure = jax.ShapeDtypeStruct((store.shape[0],), store.dtype)
+    tag = lx.positive_semidefinite_tag
+    return lx.FunctionLinearOperator(product, structure, tag, closure_convert=False)
