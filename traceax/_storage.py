@@ -86,11 +86,12 @@ class _File:
     strides: tuple[int, int]
 
     @classmethod
-    def of(cls, x: np.memmap, axis: int) -> "_File":
+    def of(cls, x: np.memmap, axis: int) -> tuple["_File", int]:
+        """Parts of a file that begin at another row or column are read by equal objects,
+        so that compiled programs are used again: this number is kept apart."""
         root = x
         while isinstance(root.base, np.memmap):
             root = root.base
-        offset = root.offset + _address(x) - _address(root)
         inner = int(np.argmin(x.strides))
         contiguous = x.strides[inner] == x.itemsize or x.shape[inner] == 1
         if x.mode == "c" or not contiguous:
@@ -99,12 +100,15 @@ class _File:
                 f"one another. Found a `numpy.memmap` with mode {x.mode!r} and strides "
                 f"{x.strides}. Pass a function of (start, stop) that returns columns."
             )
-        file = cls(str(x.filename), x.shape, axis, x.dtype, offset, x.strides)
-        size = os.path.getsize(file.filename)
-        last = sum((k - 1) * step for k, step in zip(x.shape, x.strides, strict=True))
-        if size < offset + last + x.itemsize:
-            raise file.too_short(f"{size} bytes of {offset + last + x.itemsize}")
-        return file
+        offset, step, other = _address(x) - _address(root), *x.strides[:: 1 - 2 * axis]
+        origin = (offset % other if step < other else offset) // step
+        start = root.offset + offset - origin * step
+        file = cls(str(x.filename), x.shape, axis, x.dtype, start, x.strides)
+        size, steps = os.path.getsize(file.filename), np.subtract(x.shape, 1)
+        needed = root.offset + offset + int(steps @ x.strides) + x.itemsize
+        if size < needed:
+            raise file.too_short(f"{size} bytes of {needed}")
+        return file, origin
 
     def too_short(self, found: str) -> ValueError:
         return ValueError(
@@ -131,11 +135,12 @@ class _File:
 
 
 class OnHost(AbstractStorage):
-    """What `read(start, stop)` returns on the host, of which one chunk at a time is sent
-    to the device. Its only argument is a number: it never waits for other arrays, and a
-    block of vectors, mapped by `jax.vmap`, reads each chunk once."""
+    """What `read(start, stop)` returns on the host, counted from `origin`. One chunk at a
+    time is sent to the device. The call's only argument is a number: it never waits for
+    other arrays, and a block of vectors, mapped by `jax.vmap`, reads each chunk once."""
 
     read: Callable[[int, int], np.ndarray] = eqx.field(static=True)
+    origin: Int[Array, ""]
     axis: int = eqx.field(static=True)
     shape: tuple[int, int] = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
@@ -143,12 +148,13 @@ class OnHost(AbstractStorage):
     by_columns: bool = eqx.field(static=True)
 
     @classmethod
-    def of(cls, read: _File | _Function, first: np.ndarray) -> "OnHost":
+    def of(cls, read: _File | _Function, origin: int, first: np.ndarray) -> "OnHost":
         """`first` is some chunk: it tells the dtype, and the order of entries."""
+        start = jax.device_put(np.asarray(origin, np.int32))
         dtype, by_columns = _working_dtype(first.dtype), np.diff(first.strides) > 0
         known = jax.dtypes.canonicalize_dtype(first.dtype) == first.dtype
         sent = first.dtype.newbyteorder("=") if known else dtype
-        return cls(read, read.axis, read.shape, dtype, sent, bool(by_columns))
+        return cls(read, start, read.axis, read.shape, dtype, sent, bool(by_columns))
 
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
         turn = np.transpose if self.by_columns else lambda x: x
@@ -159,7 +165,7 @@ class OnHost(AbstractStorage):
 
         shape = _chunk_shape(self.shape, self.axis, size)
         like = jax.ShapeDtypeStruct(shape[::-1] if self.by_columns else shape, self.sent)
-        chunk = jax.pure_callback(load, like, start, vmap_method="sequential")
+        chunk = jax.pure_callback(load, like, self.origin + start, vmap_method="sequential")
         return chunk.T if self.by_columns else chunk
 
 
@@ -176,7 +182,7 @@ def storage(
             )
         shape = int(shape[0]), int(shape[1])
         first = _Function(x, shape, axis)(0, min(2, shape[axis]))
-        return OnHost.of(_Function(x, shape, axis, first.dtype), first)
+        return OnHost.of(_Function(x, shape, axis, first.dtype), 0, first)
     if not eqx.is_array_like(x) or np.ndim(x) != 2 or 0 in np.shape(x):
         raise TypeError(
             "`x` must be an array or a `numpy.memmap` with two axes, of at least one row "
@@ -187,8 +193,8 @@ def storage(
         raise ValueError(f"`shape` must be that of `x`. Found {shape} and {x.shape}.")
     if isinstance(x, np.memmap) and x.filename is not None:
         _working_dtype(x.dtype)
-        file = _File.of(x, axis)
-        return OnHost.of(file, file(0, 1))
+        file, origin = _File.of(x, axis)
+        return OnHost.of(file, origin, file(origin, origin + 1))
     _working_dtype(x.dtype)
     return OnDevice(jnp.asarray(x), axis)
 
