@@ -103,13 +103,13 @@ from ._norms import (
     frobenius_products as frobenius_products,
     row_norms as row_norms,
 )
-from ._operator.data_gram import data_gram as data_gram
 from ._operator.curvature import (
     empirical_fisher as empirical_fisher,
     ggn as ggn,
     hessian as hessian,
     jacobian_gram as jacobian_gram,
 )
+from ._operator.data_gram import data_gram as data_gram
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     NormalSampler as NormalSampler,

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -31,15 +31,9 @@ class AbstractStorage(eqx.Module):
 class OnDevice(AbstractStorage):
     array: Shaped[Array, "n m"]
     axis: int = eqx.field(static=True)
-    by_columns: ClassVar[bool] = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return _working_dtype(self.array.dtype)
+    shape: tuple[int, int] = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+    by_columns: bool = eqx.field(static=True, default=False)
 
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
         return jax.lax.dynamic_slice_in_dim(self.array, start, size, self.axis)
@@ -58,7 +52,7 @@ class _Function:
     def __call__(self, start: int, stop: int) -> np.ndarray:
         chunk = np.asarray(self.fn(start, stop))
         expected = _chunk_shape(self.shape, self.axis, stop - start)
-        what = f"{('rows', 'columns')[self.axis]} {start} to {stop - 1}"
+        what = _name(self.axis, start, stop)
         if chunk.shape != expected:
             raise ValueError(
                 f"`x({start}, {stop})` must return {what} of a matrix of shape "
@@ -96,14 +90,15 @@ class _File:
         contiguous = x.strides[inner] == x.itemsize or x.shape[inner] == 1
         if x.mode == "c" or not contiguous:
             raise ValueError(
-                "`x` must show a file as it is, with rows or columns whose entries follow "
-                f"one another. Found a `numpy.memmap` with mode {x.mode!r} and strides "
-                f"{x.strides}. Pass a function of (start, stop) that returns columns."
+                "`x` must show a file as it is, with rows or columns that are not "
+                f"scattered. Found a `numpy.memmap` of mode {x.mode!r} with strides "
+                f"{x.strides}. Pass a function `x(start, stop)`, and `shape`."
             )
         offset, step, other = _address(x) - _address(root), *x.strides[:: 1 - 2 * axis]
         origin = (offset % other if step < other else offset) // step
         start = root.offset + offset - origin * step
-        file = cls(str(x.filename), x.shape, axis, x.dtype, start, x.strides)
+        (n, m), strides = x.shape, (x.strides[0], x.strides[1])
+        file = cls(str(x.filename), (n, m), axis, x.dtype, start, strides)
         size, steps = os.path.getsize(file.filename), np.subtract(x.shape, 1)
         needed = root.offset + offset + int(steps @ x.strides) + x.itemsize
         if size < needed:
@@ -127,9 +122,9 @@ class _File:
         with open(self.filename, "rb") as file:
             for i, run in enumerate(entries.view(np.uint8)):
                 file.seek(offset + i * step)
-                if file.readinto(run) < run.size:
-                    what = ("rows", "columns")[self.axis]
-                    raise self.too_short(f"its end within {what} {start} to {stop - 1}")
+                if file.readinto(run.data) < run.size:
+                    what = _name(self.axis, start, stop)
+                    raise self.too_short(f"its end within {what}")
         entries = entries.reshape(shape[outer], shape[inner])
         return entries if inner == 1 else entries.T
 
@@ -150,11 +145,15 @@ class OnHost(AbstractStorage):
     @classmethod
     def of(cls, read: _File | _Function, origin: int, first: np.ndarray) -> "OnHost":
         """`first` is some chunk: it tells the dtype, and the order of entries."""
-        start = jax.device_put(np.asarray(origin, np.int32))
-        dtype, by_columns = _working_dtype(first.dtype), np.diff(first.strides) > 0
-        known = jax.dtypes.canonicalize_dtype(first.dtype) == first.dtype
-        sent = first.dtype.newbyteorder("=") if known else dtype
-        return cls(read, start, read.axis, read.shape, dtype, sent, bool(by_columns))
+        return cls(
+            read=read,
+            origin=jax.device_put(np.asarray(origin, np.int32)),
+            axis=read.axis,
+            shape=read.shape,
+            dtype=_working_dtype(first.dtype),
+            sent=_device_dtype(first.dtype),
+            by_columns=bool(first.strides[0] < first.strides[1]),
+        )
 
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
         turn = np.transpose if self.by_columns else lambda x: x
@@ -165,13 +164,13 @@ class OnHost(AbstractStorage):
 
         shape = _chunk_shape(self.shape, self.axis, size)
         like = jax.ShapeDtypeStruct(shape[::-1] if self.by_columns else shape, self.sent)
-        chunk = jax.pure_callback(load, like, self.origin + start, vmap_method="sequential")
+        chunk = jax.pure_callback(
+            load, like, self.origin + start, vmap_method="sequential"
+        )
         return chunk.T if self.by_columns else chunk
 
 
-def storage(
-    x: Any, shape: tuple[int, int] | None, axis: int
-) -> AbstractStorage:
+def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage:
     """Where a matrix is, from what a user passes: an array, a memmap, or a function with
     the shape of the matrix."""
     if callable(x):
@@ -191,22 +190,35 @@ def storage(
         )
     if shape is not None and tuple(shape) != x.shape:
         raise ValueError(f"`shape` must be that of `x`. Found {shape} and {x.shape}.")
+    dtype, size = _working_dtype(x.dtype), min(2, x.shape[axis])
     if isinstance(x, np.memmap) and x.filename is not None:
-        _working_dtype(x.dtype)
         file, origin = _File.of(x, axis)
-        return OnHost.of(file, origin, file(origin, origin + 1))
-    _working_dtype(x.dtype)
-    return OnDevice(jnp.asarray(x), axis)
+        return OnHost.of(file, origin, file(origin, origin + size))
+    if isinstance(x, np.ndarray):
+        x = x.astype(_device_dtype(x.dtype), copy=False)
+    n, m = x.shape
+    return OnDevice(array=jnp.asarray(x), axis=axis, shape=(n, m), dtype=dtype)
 
 
 def _working_dtype(dtype: np.dtype) -> np.dtype:
-    if not jnp.issubdtype(dtype, jnp.number) and dtype != bool:
+    if not jnp.issubdtype(dtype, jnp.number) and dtype != np.dtype(bool):
         raise TypeError(f"`x` must hold numbers. Found dtype {dtype}.")
-    return jax.dtypes.canonicalize_dtype(jnp.promote_types(dtype, jnp.float32))
+    wide = jnp.promote_types(dtype.newbyteorder("="), jnp.float32)
+    return jax.dtypes.canonicalize_dtype(wide)
+
+
+def _device_dtype(dtype: np.dtype) -> np.dtype:
+    """That of the entries on the device: theirs, or else that of products."""
+    known = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return dtype if known and dtype.isnative else _working_dtype(dtype)
 
 
 def _chunk_shape(shape: tuple[int, int], axis: int, size: int) -> tuple[int, int]:
     return (size, shape[1]) if axis == 0 else (shape[0], size)
+
+
+def _name(axis: int, start: int, stop: int) -> str:
+    return f"{('rows', 'columns')[axis]} {start} to {stop - 1}"
 
 
 def _address(x: np.ndarray) -> int:

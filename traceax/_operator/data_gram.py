@@ -163,7 +163,61 @@ def data_gram(
     axis: int = 1,
     chunk_size: int | None = None,
     standardise: bool = False,
-) -> lx.AbstractLinearOperator:
+) -> lx.FunctionLinearOperator:
+    r"""The Gram matrix $X X^* / m$ of the rows of an n by m matrix, as an operator that
+    reads $X$ a chunk at a time: small numbers in memory, a file, or what a function
+    returns. A genetic relationship matrix and a linear kernel are examples.
+
+    A product with a vector, or with a block of probes, is one pass over the data, where
+    chunks are columns, and two where they are rows. It holds one chunk at a time.
+
+    !!! Example
+
+        ```python
+        import jax
+        import numpy as np
+        import traceax as tx
+
+        x = np.random.default_rng(0).integers(0, 3, (500, 2000)).astype(np.int8)
+        operator = tx.data_gram(x, standardise=True)
+        solution = tx.frobenius_norm(operator, k=50, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `x`: the matrix, of any integer, floating or complex dtype:
+        - an array of NumPy or JAX, which stays in its dtype on the device;
+        - a `numpy.memmap`, whose file is read at each pass. Fast where rows or columns,
+            as `axis` says, lie one after the other in the file: one that has them as
+            rows of `shape` `(m, n)` is passed as `numpy.memmap(...).T`;
+        - a function `x(start, stop)`, which returns columns `start` to `stop - 1` as an
+            array of shape `(n, stop - start)`; with `axis=0` rows. It is called on the
+            host, for any of them, as often as there are passes, and must use NumPy, not
+            JAX. Pass the same function again: another one is compiled anew.
+    - `shape`: `(n, m)`, where `x` is a function.
+    - `axis`: whether chunks are columns, the default, or rows (0).
+    - `chunk_size`: columns or rows in a chunk. By default a chunk has about 17 million
+        numbers, 64 MB in float32.
+    - `standardise`: whether the mean of each column is subtracted, and what is left
+        divided by its standard deviation (with `ddof=0`), in each chunk when it is read.
+        Constant columns become zero. Takes a pass over the data when the operator is
+        made.
+
+    **Returns:**
+
+    An operator on vectors of length n, tagged positive semidefinite, in the dtype of `x`
+    but at least float32: for another one, return it from a function. It has derivatives
+    in `x` where that is a floating array of JAX, and in vectors.
+
+    **Raises:**
+
+    - `ValueError` for a function without `shape`, or that returns another shape, a
+        memmap whose file is too short, or whose entries do not follow one another, and
+        an `axis` other than 0 and 1. `TypeError` for an `x` of another kind or dtype.
+    - Where a function or a file fails during a later call, that raises JAX's error for
+        calls to the host, which ends with the message.
+    """
     if axis not in (0, 1):
         raise ValueError(
             "`axis` must be 1, where `x` is read in chunks of columns, or 0 for rows. "
