@@ -119,7 +119,7 @@ def _columns(chunks: _Chunks) -> _Columns:
         x, first, new = chunks.read(number)
         found = _of_rows(x, new, store)
         # Chan, Golub and LeVeque, The American Statistician 37, 1983.
-        share = jnp.sum(new) / (first + new.size)
+        share = (jnp.sum(new) / (first + new.size)).astype(columns.std.dtype)
         moved = found.mean - columns.mean
         std = jnp.hypot(jnp.sqrt(1 - share) * columns.std, jnp.sqrt(share) * found.std)
         std = jnp.hypot(std, jnp.sqrt(share * (1 - share)) * jnp.abs(moved))
