@@ -297,6 +297,19 @@ def test_inside_transformations():
     close(jax.jit(lambda: trace(reader, COUNTS.shape))(), expected[0], 1e-5)
 
 
+def test_strict_modes():
+    expected = dense(COUNTS, standardise=True)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True),
+        jax.transfer_guard("disallow"),
+    ):
+        operator = tx.data_gram(COUNTS, standardise=True)
+        solution = tx.trace(operator, k=N)
+        close(jax.device_get(solution.value), np.trace(expected), 1e-6)
+
+
 # --- what may go wrong ---
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from ._flat import standard_promotion
+
 
 class AbstractStorage(eqx.Module):
     """A matrix of a `shape` that is read in chunks: of rows along `axis` 0, of columns
@@ -195,15 +197,16 @@ def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage
         file, origin = _File.of(x, axis)
         return OnHost.of(file, origin, file(origin, origin + size))
     if isinstance(x, np.ndarray):
-        x = x.astype(_device_dtype(x.dtype), copy=False)
+        x = jax.device_put(x.astype(_device_dtype(x.dtype), copy=False))
     n, m = x.shape
-    return OnDevice(array=jnp.asarray(x), axis=axis, shape=(n, m), dtype=dtype)
+    return OnDevice(array=x, axis=axis, shape=(n, m), dtype=dtype)
 
 
 def _working_dtype(dtype: np.dtype) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.number) and dtype != np.dtype(bool):
         raise TypeError(f"`x` must hold numbers. Found dtype {dtype}.")
-    wide = jnp.promote_types(dtype.newbyteorder("="), jnp.float32)
+    with standard_promotion():
+        wide = jnp.promote_types(dtype.newbyteorder("="), jnp.float32)
     return jax.dtypes.canonicalize_dtype(wide)
 
 
