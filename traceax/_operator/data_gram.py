@@ -121,9 +121,12 @@ def _columns(chunks: _Chunks) -> _Columns:
         # Chan, Golub and LeVeque, The American Statistician 37, 1983.
         share = (jnp.sum(new) / (first + new.size)).astype(columns.std.dtype)
         moved = found.mean - columns.mean
-        std = jnp.hypot(jnp.sqrt(1 - share) * columns.std, jnp.sqrt(share) * found.std)
-        std = jnp.hypot(std, jnp.sqrt(share * (1 - share)) * jnp.abs(moved))
-        return _Columns(columns.mean + share * moved, std), None
+        unit = jnp.maximum(jnp.maximum(columns.std, found.std), jnp.abs(moved))
+        unit = jax.lax.stop_gradient(unit)
+        safe = jnp.where(unit > 0, unit, 1)
+        square = (1 - share) * (columns.std / safe) ** 2 + share * (found.std / safe) ** 2
+        square += share * (1 - share) * jnp.abs(moved / safe) ** 2
+        return _Columns(columns.mean + share * moved, _root(unit, square)), None
 
     with standard_promotion():
         step = put if store.axis == 1 else merge
@@ -134,11 +137,13 @@ def _of_rows(
     x: Shaped[Array, "a b"], new: Bool[Array, " a"], store: AbstractStorage
 ) -> _Columns:
     """Of the rows that are new. It is their differences from one row that are summed, so
-    that constant columns are found to be constant."""
+    that constant columns are found to be constant; which row, and which unit, changes
+    only how results are rounded."""
     axis = int(store.by_columns)
     x = x.T if store.by_columns else x  # as it lies in memory
     new = jnp.expand_dims(new, 1 - axis)
     row = jax.lax.slice_in_dim(x, -1, None, axis=axis).astype(store.dtype)
+    row = jax.lax.stop_gradient(row)
 
     def reduce(reduction, fn, *arrays):
         # Behind the barrier each reduction casts for itself. One cast for all of them
@@ -149,11 +154,17 @@ def _of_rows(
 
     count = jnp.sum(new)
     mean = reduce(jnp.sum, lambda d: d) / count
-    unit = reduce(jnp.max, lambda d, mean: jnp.abs(d - mean), mean)
+    largest = reduce(jnp.max, lambda d, mean: jnp.abs(d - mean), mean)
+    unit = jax.lax.stop_gradient(largest)
     safe = jnp.where(unit > 0, unit, 1)
-    squares = reduce(jnp.sum, lambda d, *c: (jnp.abs(d - c[0]) / c[1]) ** 2, mean, safe)
-    std = unit * jnp.sqrt(squares / count)
+    squares = reduce(jnp.sum, lambda d, *c: jnp.abs((d - c[0]) / c[1]) ** 2, mean, safe)
+    std = _root(unit, squares / count)
     return _Columns((row + mean).reshape(-1), std.reshape(-1))
+
+
+def _root(unit: Real[Array, "..."], square: Real[Array, "..."]) -> Real[Array, "..."]:
+    """`unit * sqrt(square)`; zero, with the derivative zero, where that is."""
+    return jnp.where(square > 0, unit * jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
 
 def data_gram(
