@@ -4,7 +4,7 @@ NumPy and with a compiled product, that reads and multiplies.
 
     python benchmarks/heritability.py [FOLDER]
 
-Takes the medians of seven runs, in turns. The file stays in the cache of the system.
+Takes the medians of three runs, in turns. The file stays in the cache of the system.
 """
 
 import os
@@ -84,7 +84,7 @@ runs = {
     "40 operators and their traces": by_blocks,
 }
 walls, cpus = {name: [] for name in runs}, {name: [] for name in runs}
-for _ in range(8):  # the first one compiles
+for _ in range(4):  # the first one compiles
     for name, run in runs.items():
         wall, cpu = time.perf_counter(), time.process_time()
         run()

@@ -91,7 +91,7 @@ def traces(calls, state=None):
 
 
 first = traces(1)
-eqx.tree_serialise_leaves(folder / "state", first.state)
+eqx.tree_serialise_leaves(folder / "state.eqx", first.state)
 
 # %% [markdown]
 # If the process ends here, a new one goes on from the file. `filter_eval_shape` tells
@@ -99,7 +99,7 @@ eqx.tree_serialise_leaves(folder / "state", first.state)
 
 # %%
 like = eqx.filter_eval_shape(lambda: traces(1).state)
-state = eqx.tree_deserialise_leaves(folder / "state", like)
+state = eqx.tree_deserialise_leaves(folder / "state.eqx", like)
 second = traces(2, state)
 for solution in (first, second):
     error = jnp.linalg.norm(solution.std_err) / jnp.linalg.norm(solution.value)
