@@ -109,11 +109,12 @@ for solution in (first, second):
 # ## The regression
 #
 # If the trait has covariance $\sum_c \sigma_c^2 K_c + \sigma_e^2 I$, then the mean of
-# $y^T K_c y$ is $\sum_d \sigma_d^2 \, \mathrm{tr}(K_c K_d) + \sigma_e^2 \, \mathrm{tr} K_c$:
-# linear equations for the variances. $K_c$ is the mean of its blocks, and
+# $y^T K_c y$ is $\sum_d \sigma_d^2 \, \mathrm{tr}(K_c K_d) + \sigma_e^2 \, \mathrm{tr}
+# K_c$: linear equations for the variances. $K_c$ is the mean of its blocks, and
 # $\mathrm{tr} K_c = n$, because variants are standardised. So the equations without a
 # block follow from the same numbers, and the jackknife over blocks, for the error bars,
-# takes no further pass.
+# takes no further pass. (With exact traces, 600 individuals and 2,400 variants, the bars
+# were 1.0 to 1.5 times the spread over 400 traits; 95% intervals covered 94 to 97%.)
 
 
 # %%
