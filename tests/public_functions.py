@@ -193,6 +193,10 @@ def empirical_fisher(matrix, point):
     return tx.empirical_fisher(losses, point, matrix.reshape(2, -1, *point.shape))
 
 
+def data_gram(matrix, point):
+    return tx.data_gram(matrix, chunk_size=7, standardise=True)
+
+
 def divergence(matrix, key, throw=True):
     settings = {"k": 2, "key": key, "throw": throw}
     velocity, solution = tx.divergence(layer(matrix), matrix[0], **settings)
@@ -257,6 +261,7 @@ FUNCTIONS = {
     "ggn": curved(ggn),
     "jacobian-gram": curved(jacobian_gram),
     "empirical-fisher": curved(empirical_fisher),
+    "data-gram": curved(data_gram),
     "divergence": divergence,
     "laplacian": laplacian,
     "rademacher": probes(tx.RademacherSampler()),

@@ -17,7 +17,7 @@ FILES = {
 LEVELS = [
     "_quantiles",
     "_solution _moments _flat _devices *.__init__",
-    "_checks _quantity",
+    "_checks _quantity _storage",
     "_adaptive",
     "_kernel.dense",
     "_kernel.lanczos _kernel.small_matrix _kernel.growth _kernel.leave_one_out",

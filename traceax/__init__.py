@@ -109,6 +109,7 @@ from ._operator.curvature import (
     hessian as hessian,
     jacobian_gram as jacobian_gram,
 )
+from ._operator.data_gram import data_gram as data_gram
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     NormalSampler as NormalSampler,
