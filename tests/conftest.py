@@ -15,12 +15,20 @@ os.environ.setdefault(
 )
 
 import equinox.internal as eqxi
+import hypothesis
 import jax
 import jaxtyping
 import pytest
 
 
 jax.config.update("jax_enable_x64", True)
+
+# Random operators: a short profile, and `--hypothesis-profile=long`. A compilation takes
+# longer than any deadline, and what was found before is found again by the seed.
+_EVERY = {"deadline": None, "database": None}
+hypothesis.settings.register_profile("short", max_examples=3, derandomize=True, **_EVERY)
+hypothesis.settings.register_profile("long", max_examples=50, **_EVERY)
+hypothesis.settings.load_profile("short")
 
 # Shapes and dtypes in annotations are checked at run time, except where users' mistakes
 # arrive: those modules have messages of their own, which are tested.
@@ -75,6 +83,10 @@ def forget_compiled_programs():
     """Each holds memory maps of the process, of which Linux allows 65530: with more, the
     next compilation is a segmentation fault."""
     yield
+    forget_if_many()
+
+
+def forget_if_many():
     if number_of_memory_maps() > 20000:
         jax.clear_caches()
 

@@ -221,6 +221,8 @@ def test_it_raises():
         (low_rank, 1e12, jnp.float64, LOG),
         (decaying, 3e2, BRAIN, LOG),
         (decaying, 1e3, HALF, LOG),
+        (even, 1, jnp.float32, LOG),  # of the identity, in another basis: 0
+        (even, 1, jnp.float64, LOG),
         (even, 1e3, BRAIN, tx.Entropy()),
         (low_rank, 1e9, jnp.float32, tx.Power(0.5)),
     ],

@@ -102,7 +102,8 @@ class Arnoldi(AbstractKrylovMethod):
             )
             longer, _ = function.of_matrix(_extend(matrix, run))
             slope = slopes[0, :, 0]
-            size = unit(matrix @ slope)[1]
+            moved = matrix @ slope
+            size = unit(moved)[1]
             gradient = run.norm * (slope @ run.basis)
         value, before, again = each[:, 0, 0]
         change = jnp.abs(jnp.stack([before, longer[0, 0]]) - value)
@@ -111,6 +112,7 @@ class Arnoldi(AbstractKrylovMethod):
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
         square = run.norm**2
+        finite = jnp.where(jnp.isfinite(moved[0]), jnp.abs(moved[0]), 0)
         ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]
         return QuadraticForm(
             value=square.astype(value.dtype) * value,
@@ -120,7 +122,7 @@ class Arnoldi(AbstractKrylovMethod):
             right=gradient[None],
             residual=run.residual * jnp.abs(slope[last]) / jnp.where(size > 0, size, 1),
             bracket=square * (value.real + jnp.stack([-error, error])),
-            magnitude=square * jnp.abs(value),
+            magnitude=square * jnp.maximum(jnp.abs(value), finite),
             rounding=square * (again - value),
             extremes=ends,
         )

@@ -20,6 +20,7 @@ from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
     bracket_of,
     combine,
+    magnitude_of,
     QuadraticForm,
     subgradients_at,
     values_at,
@@ -132,7 +133,7 @@ class GolubKahan(AbstractKrylovMethod):
             right=run.norm * combine(right, vh, run.right),
             residual=residual,
             bracket=square * bracket,
-            magnitude=square * jnp.abs(value),
+            magnitude=square * magnitude_of(vh[:, 0] ** 2, s, values, slopes),
             rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
         )

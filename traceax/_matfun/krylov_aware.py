@@ -35,6 +35,7 @@ from .quadratic_form import (
     check_domain,
     check_precision,
     lower_end,
+    magnitude_of,
     slopes_at,
     span,
     values_at,
@@ -142,8 +143,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
                 "`traceax.SLQEstimator`."
             )
-        settings = k, num_steps, key, execution
-        deflated = self._deflate(operator, function, *settings)
+        deflated = self._deflate(operator, function, k, num_steps, key, execution)
         n, b, deflation, rest = operator.size, deflated.b, deflated.deflation, deflated.k
         lower = lower_end(function, deflation.compression, None, operator.eps)
         bracket = deflation.bracket(function, lower)
@@ -167,7 +167,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 one,
                 value=deflation.value + one.value,
                 bracket=bracket + one.bracket,
-                magnitude=jnp.abs(deflation.value + one.value),
+                magnitude=deflation.magnitude + one.magnitude,
                 extremes=jnp.where(length > 0, one.extremes, ends),
             )
             return whole, probes[:, 0]
@@ -204,6 +204,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             samples=streamed.samples,
             num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,
+            magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result),
             extra=extra | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),
@@ -302,7 +303,7 @@ class _Deflation(eqx.Module):
     """f(A) on a block Krylov space, of which the columns that are `present` in `basis`
     are deflated; all others are zero.
 
-    - `value`: the trace over them.
+    - `value`: the trace over them, and its `magnitude`.
     - `values`: of f, at the nodes.
     - `whole`: the basis of the whole space.
     """
@@ -310,6 +311,7 @@ class _Deflation(eqx.Module):
     compression: Compression
     values: Real[Array, " p"]
     value: Real[Array, ""]
+    magnitude: Real[Array, ""]
     basis: Inexact[Array, "n w"]
     present: Bool[Array, " w"]
     whole: Inexact[Array, "n p"]
@@ -333,10 +335,12 @@ class _Deflation(eqx.Module):
         basis = run.basis[:, :width]
         present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
         values = values_at(function, nodes, eps)
-        lead = vectors[:width] * present[:, None]
-        value = jnp.sum(values * jnp.sum(jnp.abs(lead) ** 2, axis=0))
+        weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
+        slopes = slopes_at(function, nodes, eps)
+        size = magnitude_of(weights, nodes, values, slopes)
+        value, deflated = jnp.sum(weights * values), basis * present
         compression = Compression(run.matrix, border, nodes, vectors)
-        return cls(compression, values, value, basis * present, present, run.basis)
+        return cls(compression, values, value, size, deflated, present, run.basis)
 
     def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         for _ in range(2):

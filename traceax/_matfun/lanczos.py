@@ -16,6 +16,7 @@ from .quadratic_form import (
     combine,
     integral,
     lower_end,
+    magnitude_of,
     QuadraticForm,
     slopes_at,
     values_at,
@@ -89,7 +90,8 @@ class Lanczos(AbstractKrylovMethod):
         nodes, vectors = ritz(run.alpha, run.beta)
         square, first = run.norm**2, jnp.ones(1, bool)
         values = values_at(function, nodes, eps)
-        value = jnp.sum(vectors[0] ** 2 * values)
+        weights = vectors[0] ** 2
+        value = jnp.sum(weights * values)
         again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
         again = integral(lambda x: values_at(function, x, eps), again, first)
 
@@ -112,7 +114,7 @@ class Lanczos(AbstractKrylovMethod):
             right=run.norm * combine(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,
-            magnitude=square * jnp.abs(value),
+            magnitude=square * magnitude_of(weights, nodes, values, slopes),
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
         )

@@ -64,6 +64,19 @@ def slopes_at(
     return function.derivative(jnp.maximum(nodes, roundoff(nodes, eps)))
 
 
+def magnitude_of(
+    weights: Real[Array, " s"],
+    nodes: Real[Array, " s"],
+    values: Real[Array, " s"],
+    slopes: Real[Array, " s"],
+) -> Real[Array, ""]:
+    """That of a quadrature rule: its value, or if that is more, what a relative change of
+    all nodes makes of it. The logarithm and the entropy are 0 at 1, and change there."""
+    change = jnp.sum(weights * jnp.abs(nodes * slopes))
+    change = jnp.where(jnp.isfinite(change), change, 0)
+    return jnp.maximum(jnp.abs(jnp.sum(weights * values)), change)
+
+
 def subgradients_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
 ) -> Real[Array, " s"]:

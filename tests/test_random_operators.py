@@ -1,0 +1,366 @@
+"""Random operators, settings and keys against what is promised for all of them.
+
+`pytest` takes a few from fixed seeds; `pytest --hypothesis-profile=long` takes hours, and
+many of each quantity, size, dtype, structure, block size and mesh. With the samples that
+are asked for here, the truth is eight standard errors off about once in a million draws.
+"""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from hypothesis import given, note, strategies as st
+
+import traceax as tx
+
+from .conftest import forget_if_many
+from .random_operators import (
+    BATCH,
+    BATCHES,
+    Call,
+    calls,
+    DIAGONALS,
+    FIELDS,
+    LINEAR,
+    LONG,
+    made,
+    made_on_host,
+    NAMES,
+    on_host,
+    QUANTITIES,
+    RESUMABLE,
+    SEEDS,
+    SHORT,
+    solve,
+    solve_all,
+    trees,
+    vectors,
+)
+
+
+def some(*names):
+    """A parameter of tests: these in the short profile, in the long one all."""
+    return pytest.mark.parametrize("name", NAMES if LONG else names)
+
+
+def keys(seed):
+    return jr.split(jr.key(seed), BATCH)
+
+
+def wide(matrix):
+    kind = complex if jnp.issubdtype(matrix.dtype, jnp.complexfloating) else float
+    return np.asarray(matrix.astype(kind))
+
+
+def row(found, i):
+    return jax.tree.map(lambda x: x[i], found)
+
+
+def solutions(call, matrices, seed, make=None):
+    forget_if_many()
+    return jax.tree.map(np.asarray, solve_all(call, matrices, keys(seed), make))
+
+
+def eps_of(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def underflow(call):
+    """Numbers below the smallest count as zero, in each of the products."""
+    return call.n**2 * float(jnp.finfo(working(call)).tiny)
+
+
+def working(call):
+    return jnp.promote_types(call.dtype, jnp.float32)
+
+
+def floor_of(call, matrix, size):
+    """Eight times the rounding floor of bars, as documented."""
+    relative = 2 * eps_of(call.dtype) + eps_of(working(call)) * call.n**0.5
+    if call.quantity in LINEAR:
+        size = np.maximum(size, np.linalg.norm(matrix))
+    return 8 * relative * size
+
+
+# --- values ---
+
+
+@some(*SHORT)
+@given(data=st.data(), batch=BATCHES, seed=SEEDS)
+def test_estimates(name, data, batch, seed):
+    """Finite, and within eight standard errors, or flagged; within the budget."""
+    call = data.draw(calls(name))
+    matrices = made(batch, call)
+    found = solutions(call, matrices, seed)
+    for i, matrix in enumerate(matrices):
+        check_estimate(call, wide(matrix), row(found, i))
+
+
+def check_estimate(call, matrix, found):
+    quantity, exactly = QUANTITIES[call.quantity], call.k >= call.n
+    most = quantity.most(call.k, call.num_steps)
+    assert found.products <= (min(call.n, most) if exactly and most < np.inf else most)
+    assert found.result or call.quantity not in LINEAR
+    if not found.result:
+        return
+    exact, change = exact_and_change(call, matrix)
+    if not np.all(np.isfinite(change)):
+        return
+    assert np.all(np.isfinite(found.value))
+    assert not np.any(np.isnan(found.std_err))
+    # An exact answer has a bar of zero, and is exact to rounding.
+    more = underflow(call) + change
+    if exactly:
+        more = more + floor_of(call, matrix, np.abs(exact))
+    # Directions that are smaller than the roundoff of the products are left out.
+    if call.quantity in DIAGONALS:
+        more = more + 4 * eps_of(call.dtype) * np.linalg.norm(matrix, 2)
+    if found.samples >= quantity.samples or exactly:
+        between(found, exact, more)
+
+
+def exact_and_change(call, matrix):
+    """The truth in double precision, and how it changes with eigenvalues of the size of
+    rounding errors, on which nothing that is promised depends."""
+    exact = QUANTITIES[call.quantity].exact
+    size = max(eps_of(call.dtype) / 8, 8 * eps_of(float)) * np.linalg.norm(matrix, 2)
+    with np.errstate(all="ignore"):
+        value = np.ravel(exact(matrix))
+        if call.quantity in LINEAR:
+            return value, np.zeros(value.shape)
+        left, _, right = np.linalg.svd(matrix)
+        general = QUANTITIES[call.quantity].kind == "general"
+        unit = left @ right if general else np.eye(call.n)
+        changes = [np.ravel(exact(matrix + x * unit)) - value for x in (size, -size)]
+        return value, np.max(np.abs(changes), axis=0)
+
+
+def between(found, exact, more):
+    for part in (np.real, np.imag):
+        low, high = part(found.low) - more, part(found.high) + more
+        (outside,) = np.nonzero(~((low <= part(exact)) & (part(exact) <= high)))
+        columns = exact, found.value, found.std_err, low, high
+        for i in outside:
+            note(f"{i}: " + " ".join(str(column[i]) for column in columns))
+        assert len(outside) == 0
+
+
+@some("leaf-traces", "logdet-general")
+@given(data=st.data(), batch=BATCHES, seed=SEEDS)
+def test_products_are_counted(name, data, batch, seed):
+    """As many as `stats` says, by a count on the host."""
+    call = data.draw(calls(name))._replace(n=24, execution=tx.Local(block_size=1))
+    call = call._replace(k=max(call.k // 4, 6), num_steps=min(call.num_steps, 5))
+    build = trees if call.structure == "tree" else vectors
+    made_on_host.clear()
+    make = ft.partial(build, product=on_host)
+    found = solutions(call, made(batch, call), seed, make)
+    products = np.sum(found.products)
+    assert len(made_on_host) == (0 if name in FIELDS else products)
+
+
+# --- the same answers ---
+
+
+def check_same(call, matrices, found, others):
+    """To rounding, or where that decides about ranks, to a small part of a bar. What is
+    flagged for its rounding errors need not be so if they are others."""
+    for i, matrix in enumerate(matrices):
+        one, other, matrix = row(found, i), row(others, i), wide(matrix)
+        assert one.products == other.products
+        assert one.samples == other.samples
+        if not (one.result and other.result):
+            continue
+        change = exact_and_change(call, matrix)[1]
+        if not np.all(np.isfinite(change)):
+            continue
+        rounding = underflow(call) + change + floor_of(call, matrix, np.abs(one.value))
+        close(one.value, other.value, rounding + 1e-3 * finite(one.std_err))
+        close(
+            finite(one.std_err),
+            finite(other.std_err),
+            rounding + 0.1 * finite(one.std_err),
+        )
+        assert np.array_equal(np.isfinite(one.std_err), np.isfinite(other.std_err))
+
+
+def finite(x):
+    return np.where(np.isfinite(x), x, 0)
+
+
+def close(one, other, allowed):
+    for i in np.nonzero(~(np.abs(one - other) <= allowed))[0]:
+        note(f"{i}: {one[i]} {other[i]}, allowed {allowed[i]}")
+    assert np.all(np.abs(one - other) <= allowed)
+
+
+@eqx.filter_jit
+def solve_at_once(call, matrices, keys):
+    return jax.vmap(ft.partial(solve, call))(matrices, keys)
+
+
+@some("xnystrace", "logdet")
+@given(data=st.data(), batch=BATCHES, seed=SEEDS)
+def test_vmap_equals_a_loop(name, data, batch, seed):
+    call = data.draw(calls(name))._replace(execution=tx.Local())
+    matrices = made(batch, call)
+    found = solutions(call, matrices, seed)
+    others = solve_at_once(call, matrices, keys(seed))
+    check_same(call, matrices, found, jax.tree.map(np.asarray, others))
+
+
+@some("trace", "log-trace-exp")
+@given(data=st.data(), batch=BATCHES, seed=SEEDS)
+def test_jit_equals_eager(name, data, batch, seed):
+    """Without `jit` of the caller's."""
+    call = data.draw(calls(name))
+    matrices = made(batch, call)
+    found = solutions(call, matrices, seed)
+    eager = solve(call, matrices[0], keys(seed)[0])
+    check_same(
+        call, matrices[:1], found, jax.tree.map(lambda x: np.asarray(x)[None], eager)
+    )
+
+
+@some("hutchpp", "entropy")
+@given(data=st.data(), batch=BATCHES, seed=SEEDS)
+def test_sharded_equals_local(name, data, batch, seed):
+    call = data.draw(calls(name))
+    devices = data.draw(st.integers(1, 8)) if LONG else 3
+    matrices = made(batch, call)
+    found = solutions(call._replace(execution=tx.Local()), matrices, seed)
+    mesh = tx.probe_mesh(jax.devices()[:devices])
+    sharded = call._replace(execution=tx.Sharded(mesh))
+    check_same(call, matrices, found, solutions(sharded, matrices, seed))
+
+
+# --- adaptive budgets ---
+
+
+@eqx.filter_jit
+def solve_adaptively(call, matrices, keys, rtol):
+    """In two parts, and in one."""
+
+    def one(pair):
+        budget = ft.partial(tx.Adaptive, rtol=rtol, round_size=8)
+        first = call.solve(*pair, k=budget(max_k=16))
+        second = solve(call, *pair, k=budget(max_k=32, state=first.state))
+        return second, solve(call, *pair, k=budget(max_k=32))
+
+    return jax.lax.map(one, (matrices, keys))
+
+
+@pytest.mark.parametrize("name", RESUMABLE if LONG else ["diagonal-xdiag"])
+@given(data=st.data(), batch=BATCHES, seed=SEEDS, digits=st.integers(0, 8))
+def test_resumed_equals_uninterrupted(name, data, batch, seed, digits):
+    call = data.draw(calls(name))._replace(n=64, k=32)
+    matrices = made(batch, call)
+    forget_if_many()
+    found = solve_adaptively(call, matrices, keys(seed), 10.0**-digits)
+    check_same(call, matrices, *jax.tree.map(np.asarray, found))
+
+
+# --- gradients ---
+
+
+@eqx.filter_jit
+def gradients(call, matrices, keys, **settings):
+    """In the matrices, and what the calls used up."""
+
+    def value(matrix, key):
+        solution = call.solve(matrix, key, **settings)
+        return solution.value, solution.result == tx.RESULTS.successful
+
+    slope = jax.grad(value, has_aux=True)
+    return jax.lax.map(lambda pair: slope(*pair), (matrices, keys))
+
+
+def projector(columns):
+    """Onto their span, and how much rounding errors change it."""
+    left, s, _ = np.linalg.svd(columns, full_matrices=False)
+    kept = left[:, s > 4 * eps_of(float) * np.max(s)]
+    return kept @ kept.T, s[0] / max(s[-1], 1e-300)
+
+
+def outside(projector, probes):
+    """The parts of probes beside the basis, with the length of what a probe has there."""
+    n, rank = len(probes), round(np.trace(projector))
+    rest = probes - projector @ probes
+    return rest * np.sqrt((n - rank) / np.sum(rest**2, axis=0))
+
+
+def hutchinson(call, matrix, key):
+    probes = np.asarray(tx.RademacherSampler()(key, call.n, call.k))
+    return probes @ probes.T / call.k, 1
+
+
+def hutchpp(call, matrix, key):
+    m, count = call.k // 3, call.k - call.k // 3
+    probes = np.asarray(tx.SphereSampler()(key, call.n, count))
+    basis, condition = projector(matrix @ probes[:, :m])
+    rest = outside(basis, probes[:, m:])
+    return basis + rest @ rest.T / (count - m), condition
+
+
+def leave_one_out(m, call, matrix, key):
+    """The mean of what each probe tells of the basis from the others."""
+    probes, total = np.asarray(tx.SphereSampler()(key, call.n, m)), 0
+    for i in range(m):
+        basis, condition = projector(matrix @ np.delete(probes, i, axis=1))
+        rest = outside(basis, probes[:, [i]])
+        total = total + basis + rest @ rest.T
+    return total / m, condition
+
+
+def form(function, slope, call, matrix, key):
+    """The derivative of the mean of `z* f(A) z`."""
+    probes = np.asarray(tx.RademacherSampler()(key, call.n, call.k))
+    nodes, basis = np.linalg.eigh(matrix)
+    a, b = nodes[:, None], nodes
+    near = np.abs(a - b) < 1e-5 * np.maximum(a, b)
+    gaps = np.where(near, 1, a - b)
+    with np.errstate(all="ignore"):
+        apart = (function(a) - function(b)) / gaps
+        divided = np.where(near, slope((a + b) / 2), apart)
+    inside = basis.T @ probes
+    return basis @ (divided * (inside @ inside.T)) @ basis.T / call.k, nodes[-1] / nodes[
+        0
+    ]
+
+
+FROZEN = {
+    "hutchinson": hutchinson,
+    "hutchpp": hutchpp,
+    "xtrace": lambda call, *of: leave_one_out(call.k // 2, call, *of),
+    "xnystrace": lambda call, *of: leave_one_out(call.k, call, *of),
+    "logdet": ft.partial(form, np.log, lambda x: 1 / x),
+    "inverse": ft.partial(form, lambda x: 1 / x, lambda x: -1 / x**2),
+    "root": ft.partial(form, np.sqrt, lambda x: 0.5 / np.sqrt(x)),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN if LONG else ["hutchpp", "xnystrace", "logdet"])
+@given(batch=BATCHES, seed=SEEDS)
+def test_gradient_is_that_of_the_frozen_form(name, batch, seed):
+    """Of the estimate with its bases held fixed, or for functions of quadratic forms from
+    as many steps as there are dimensions."""
+    call = Call(name, np.float64, n=33, k=12, num_steps=33, structure="vector")
+    krylov = QUANTITIES[name].krylov
+    settings = {"gradient": tx.LanczosGradient(33)} if krylov else {}
+    matrices = made(batch, call)
+    forget_if_many()
+    found, successful = gradients(call, matrices, keys(seed), **settings)
+    for i, matrix in enumerate(matrices):
+        if not krylov:
+            assert np.all(np.isfinite(found[i]))
+        if successful[i] and np.any(matrix):
+            expected, condition = FROZEN[name](call, wide(matrix), keys(seed)[i])
+            allowed = 1e-8 + 1e3 * condition * eps_of(float)
+            if 0 < allowed < 1e-2:
+                error = np.linalg.norm(found[i] - expected) / np.linalg.norm(expected)
+                note(f"{i}: {error}, allowed {allowed}")
+                assert error <= allowed
