@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import thin_svd
+from .dense import normalise, thin_svd
 
 
 # Basis vectors are kept in buffers of at most this many, so that a step reads little more
@@ -99,26 +99,20 @@ def lanczos_advance(
 
         def step(j, state, full=tuple(buffers[:i])):
             (vector, previous, beta, scale), (buffer, entry) = state
-            buffer = buffer.at[j].set(vector)
+            buffer = jax.lax.dynamic_update_index_in_dim(buffer, vector, j, 0)
             product = mv(vector)
             form = dot(vector, product).real
             projected = dot(previous, product).real
             rest = product - form.astype(dtype) * vector
             rest = rest - beta.astype(dtype) * previous
-            if window is None:
-                rest = orthogonalise(rest, (*full, buffer))
-            elif window > 0:
-                recent = jnp.maximum(j + 1 - window, 0)
-                rows = jax.lax.dynamic_slice_in_dim(
-                    buffer, recent, min(window, len(buffer))
-                )
-                rest = orthogonalise(rest, (rows,))
             scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
-            following, beta = unit(rest)
+            against = (*full, buffer) if window is None else recent(buffer, j, window)
+            following, beta = orthogonalise(rest, against)
             alive = ~(beta <= eps * scale)
             following = jnp.where(alive, following, 0)
             beta = jnp.where(alive, beta, 0)
-            entry = entry.at[j].set(jnp.stack([form, beta, projected]))
+            found = jnp.stack([form, beta, projected])
+            entry = jnp.where((jnp.arange(len(entry)) == j)[:, None], found, entry)
             return (following, vector, beta, scale), (buffer, entry)
 
         part = (carry, (buffers[i], entries[i]))
@@ -133,9 +127,9 @@ def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
     alpha, beta, projected = jnp.concatenate(state.entries).T
     last = steps - 1
     beta, residual = cut(beta, last)
-    broken = jnp.append(False, beta[:-1] == 0)
-    alpha = jnp.where(jnp.cumsum(broken) > 0, alpha[0], alpha)
-    beta = beta.at[-1].set(residual)
+    # After a breakdown all of them are 0.
+    alpha = jnp.where(jnp.append(False, beta[:-1] == 0), alpha[0], alpha)
+    beta = jnp.append(beta[:-1], residual)
     basis = jnp.concatenate(state.buffers)
     return Lanczos(alpha, beta, projected[1:], basis, state.norm, last)
 
@@ -276,11 +270,7 @@ def block_lanczos_run(
 
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
     """`x / ||x||` and `||x||`, or zeros; nothing overflows before x does."""
-    largest = jnp.max(jnp.abs(x))
-    safe = jnp.where(largest > 0, largest, 1)
-    x = x / safe.astype(x.dtype)
-    norm = jnp.sqrt(dot(x, x).real)
-    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), safe * norm
+    return orthogonalise(x, ())
 
 
 def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
@@ -288,27 +278,40 @@ def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
     return jnp.vdot(x, y, precision="highest")
 
 
+def recent(
+    basis: Inexact[Array, "s n"], j: Int[Array, ""], window: int
+) -> tuple[Inexact[Array, "w n"], ...]:
+    """The last `window` rows of a basis whose row j is the last."""
+    if window == 0:
+        return ()
+    first, count = jnp.maximum(j + 1 - window, 0), min(window, len(basis))
+    return (jax.lax.dynamic_slice_in_dim(basis, first, count),)
+
+
 def orthogonalise(
     x: Inexact[Array, " n"], buffers: tuple[Inexact[Array, "_ n"], ...]
-) -> Inexact[Array, " n"]:
-    """`x` less its components along the rows of `buffers`, orthonormal or zero. A second
-    pass is made where the first one cancels most of x ("twice is enough": Kahan)."""
+) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
+    """`unit` of x less its components along the rows of `buffers`, orthonormal or zero. A
+    second pass is made where the first one cancels most of x ("twice is enough": Kahan).
+    """
+    x, scale = normalise(x)
 
-    def once(x):
+    def length(x):
+        return jnp.sqrt(dot(x, x).real)
+
+    def project(state):
+        x, norm, _, count = state
         for rows in buffers:
             coefficients = jnp.matmul(rows.conj(), x, precision="highest")
             x = x - jnp.matmul(coefficients, rows, precision="highest")
-        return x, unit(x)[1]
+        return x, length(x), norm, count + 1
 
     def cancelled(state):
         _, norm, before, count = state
-        return (norm < before / 10) & (count < 2)
+        return (count == 0) | ((norm < before / 10) & (count < 2))
 
-    def again(state):
-        x, norm, _, count = state
-        return *once(x), norm, count + 1
-
-    before = unit(x)[1]
-    count = jnp.ones_like(before, dtype=jnp.int32)
-    state = jax.lax.while_loop(cancelled, again, (*once(x), before, count))
-    return state[0]
+    norm = length(x)
+    if buffers:
+        state = x, norm, norm, jnp.zeros_like(norm, jnp.int32)
+        x, norm, _, _ = jax.lax.while_loop(cancelled, project, state)
+    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
