@@ -47,6 +47,8 @@ class Moments(eqx.Module):
     def merge(cls, parts: "Moments") -> "Moments":
         """Of all samples together, for moments stacked along a first axis. Chan, Golub
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
+        if len(parts.count) == 1:
+            return jax.tree.map(lambda x: x[0], parts)
         total = jnp.sum(parts.count)
         # Where all samples are alike, the first one is exactly their mean.
         pivot = jnp.where(parts.count[0] > 0, parts.center[0], 0)

@@ -82,7 +82,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        small = SmallMatrices(square, square, square, square, square)
+        small = SmallMatrices(square, square, square, square, jnp.zeros(m, real))
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(
@@ -101,10 +101,14 @@ class XTraceEstimator(AbstractGrowingEstimator):
         z = put(state.z, matmat(new.block) / scale, rounds)
         all_probes = put(state.probes, probes, rounds)
         column = put_rows(new.coefficients, new.coupling, rounds)
-        r = put(small.r, column, rounds)
-        pairs = (q, z), (q, all_probes), (all_probes, z), (all_probes, all_probes)
-        known = small.h, small.w, small.across, small.gram
-        small = SmallMatrices(r, *border(known, pairs, rounds, b))
+        norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
+        pairs = (q, z), (q, all_probes), (all_probes, z)
+        products = border((small.h, small.w, small.across), pairs, rounds, b)
+        small = SmallMatrices(
+            put(small.r, column, rounds),
+            *products,
+            norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
+        )
         return _State(all_probes, q, z, small, scale)
 
     def assess(

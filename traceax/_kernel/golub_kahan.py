@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .lanczos import cut, dot, orthogonalise, recent, unit
+from .lanczos import cut, dot, orthogonalise, put_row, unit
 
 
 class GolubKahan(eqx.Module):
@@ -72,20 +72,19 @@ def golub_kahan_advance(
     dtype = state.carry[0].dtype
 
     def split(x, rows, j, scale):
-        against = (rows,) if window is None else recent(rows, j, window)
-        x, norm = orthogonalise(x, against)
+        x, norm = orthogonalise(x, (rows,), j, window)
         alive = ~(norm <= eps * scale)
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
     def step(j, state):
         (vector, previous, beta, scale), (lefts, rights, entries) = state
-        rights = jax.lax.dynamic_update_index_in_dim(rights, vector, j, 0)
+        (rights,) = put_row((rights,), vector, j)
         product = mv(vector)
         projected_beta = dot(previous, product).real
         rest = product - beta.astype(dtype) * previous
         left, alpha = split(rest, lefts, j, scale)
         scale = jnp.maximum(scale, alpha)
-        lefts = jax.lax.dynamic_update_index_in_dim(lefts, left, j, 0)
+        (lefts,) = put_row((lefts,), left, j)
         product = adjoint_mv(left)
         projected_alpha = dot(vector, product).real
         rest = product - alpha.astype(dtype) * vector
