@@ -113,7 +113,8 @@ def lanczos_advance(
         return (following, vector, beta, scale), buffers, entries
 
     part = state.carry, state.buffers, state.entries
-    return LanczosState(*jax.lax.fori_loop(first, last, step, part), state.norm)
+    carry, buffers, entries = jax.lax.fori_loop(first, last, step, part)
+    return LanczosState(carry, buffers, entries, state.norm)
 
 
 def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
@@ -275,18 +276,12 @@ def put_row(
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
     """`x / ||x||` and `||x||`, or zeros; nothing overflows before x does."""
     x, scale = normalise(x)
-    x, norm = _plain_unit(x, _length(x))
-    return x, scale * norm
+    norm = _length(x)
+    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
 
 
 def _length(x: Inexact[Array, " n"]) -> Real[Array, ""]:
     return jnp.sqrt(dot(x, x).real)
-
-
-def _plain_unit(
-    x: Inexact[Array, " n"], norm: Real[Array, ""]
-) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
-    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), norm
 
 
 def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
@@ -331,5 +326,4 @@ def orthogonalise(
     norm = _length(x)
     state = x, norm, norm, jnp.zeros_like(norm, dtype=jnp.int32)
     x, norm, _, _ = jax.lax.while_loop(cancelled, project, state)
-    x, norm = _plain_unit(x, norm)
-    return x, scale * norm
+    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
