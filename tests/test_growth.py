@@ -164,7 +164,7 @@ def test_border(dtype):
     for i in range(BLOCKS):
         used = np.arange(P) < (i + 1) * B
         known_left, known_right = (np.where(used, x, dtype(0)) for x in (left, right))
-        product = border(product, known_left, known_right, np.int32(i))
+        (product,) = border([product], [(known_left, known_right)], np.int32(i))
         expected = known_left.conj().T @ known_right
         assert np.allclose(product, expected, rtol=0, atol=100 * eps(dtype))
 

@@ -47,8 +47,11 @@ class Moments(eqx.Module):
     def merge(cls, parts: "Moments") -> "Moments":
         """Of all samples together, for moments stacked along a first axis. Chan, Golub
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
+        if len(parts.count) == 1:
+            return jax.tree.map(lambda x: x[0], parts)
         total = jnp.sum(parts.count)
-        pivot = _first(parts.count > 0, parts.center)
+        # Where all samples are alike, the first one is exactly their mean.
+        pivot = jnp.where(parts.count[0] > 0, parts.center[0], 0)
 
         def shift(part):
             return jnp.where(part.count > 0, part.center - center, 0)
@@ -143,11 +146,3 @@ def _over_first(
     one_by_one = zip(*jax.tree.map(list, jax.tree.leaves(parts)), strict=True)
     tree = jax.tree.structure(parts)
     return ft.reduce(combine, (fn(tree.unflatten(leaves)) for leaves in one_by_one))
-
-
-def _first(used: Bool[Array, " p"], x: Array) -> Array:
-    """The first slice that is `used`."""
-    if len(x) > _SHORT:
-        return x[jnp.argmax(used)]
-    pairs = reversed(list(zip(used, x, strict=True)))
-    return ft.reduce(lambda last, pair: jnp.where(pair[0], pair[1], last), pairs, x[0])

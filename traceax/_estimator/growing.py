@@ -129,6 +129,12 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
     ) -> tuple[Sketch, Reading, LoopResult]:
         size = self.probes_in_round(k.round_size)
 
+        def without(sketch, field):
+            where = lambda x: getattr(x, field)  # noqa: E731
+            return eqx.tree_at(where, sketch, None, is_leaf=lambda x: x is None)
+
+        # Traced once, for the loop and for what is read after it.
+        @eqx.filter_jit
         def assess(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
             seen = self._read(quantity, sketch, flat.size)
@@ -136,28 +142,31 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             value, std_err = quantity.present(value, sketch.scale * seen.std_err)
             count = seen.moments.count
             assessment = Assessment(k.size(value), k.size(std_err), count)
-            # What is only for derivatives, or read already, is not kept in the loop.
-            rest = lambda x: (x.frame, x.expansion)  # noqa: E731
-            small = eqx.tree_at(rest, sketch, (None, None), is_leaf=lambda x: x is None)
+            return without(sketch, "expansion"), seen, assessment
+
+        # What is only for derivatives, or read already, is not kept in the loop.
+        def kept(state, rounds):
+            sketch, seen, assessment = assess(state, rounds)
+            small = without(sketch, "frame")
             return eqx.filter((small, seen), eqx.is_array), assessment
 
         def step(buffers, rounds):
             state, _, _ = buffers
             probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
             state = self.grow(matmat, probes, state, rounds, flat.eps, k)
-            return state, *assess(state, rounds + 1)
+            return state, *kept(state, rounds + 1)
 
         def blank(x):
             inexact = jnp.issubdtype(x.dtype, jnp.inexact)
             return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
 
         state = self.start(flat.size, flat.dtype, k)
-        shapes = jax.eval_shape(assess, state, jnp.zeros((), jnp.int32))
+        shapes = jax.eval_shape(kept, state, jnp.zeros((), jnp.int32))
         empty = state, *jax.tree.map(blank, shapes)
         loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
         state, (small, seen), _ = loop.state.buffers
-        sketch = eqx.combine(small, self.assess(state, loop.rounds, flat.eps, k))
-        return sketch, seen, loop
+        sketch, _, _ = assess(state, loop.rounds)
+        return eqx.combine(small, sketch), seen, loop
 
 
 def by_round(

@@ -82,8 +82,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        lines = jnp.zeros(m, dtype), jnp.zeros(m, real)
-        small = SmallMatrices(square, square, square, square, *lines)
+        small = SmallMatrices(square, square, square, square, jnp.zeros(m, real))
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(
@@ -101,15 +100,13 @@ class XTraceEstimator(AbstractGrowingEstimator):
         q = put(state.q, new.block, rounds)
         z = put(state.z, matmat(new.block) / scale, rounds)
         all_probes = put(state.probes, probes, rounds)
-        own = jnp.sum(probes.conj() * products, axis=0)
-        norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
         column = put_rows(new.coefficients, new.coupling, rounds)
+        norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
+        pairs = (q, z), (q, all_probes), (all_probes, z)
+        products = border((small.h, small.w, small.across), pairs, rounds, b)
         small = SmallMatrices(
-            r=put(small.r, column, rounds),
-            h=border(small.h, q, z, rounds, b),
-            w=border(small.w, q, all_probes, rounds, b),
-            across=border(small.across, all_probes, z, rounds, b),
-            own=put_rows(small.own[:, None], own[:, None], rounds)[:, 0],
+            put(small.r, column, rounds),
+            *products,
             norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
         )
         return _State(all_probes, q, z, small, scale)

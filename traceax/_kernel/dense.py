@@ -158,7 +158,9 @@ def _whiten(q: Array, r: Array) -> tuple[Array, Array, Array]:
 
 
 def thin_svd(
-    x: Inexact[Array, "n m"], cutoff: float, scale: Real[Array, ""] | float = 0.0
+    x: Inexact[Array, "n m"],
+    cutoff: Real[Array, ""] | float,
+    scale: Real[Array, ""] | float = 0.0,
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " m"], Inexact[Array, "m m"]]:
     """`x = Q diag(s) Vh`, by QR; singular values below `cutoff * max(s, scale)` become 0,
     and so do their columns of `Q`."""
@@ -180,7 +182,7 @@ def thin_svd_gram(
     return q, s, vectors.conj().T
 
 
-def normalise(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Real[Array, ""]]:
+def normalise(x: Inexact[Array, "*n"]) -> tuple[Inexact[Array, "*n"], Real[Array, ""]]:
     """`x / c` and `c`, with `c` the largest modulus in `x`, or 1 for a zero `x`."""
     largest = jnp.max(jnp.abs(x))
     scale = jnp.where(largest > 0, largest, 1)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .lanczos import cut, dot, orthogonalise, unit
+from .lanczos import cut, dot, orthogonalise, put_row, unit
 
 
 class GolubKahan(eqx.Module):
@@ -71,36 +71,28 @@ def golub_kahan_advance(
     Saunders, ACM TOMS 8, 1982."""
     dtype = state.carry[0].dtype
 
-    def clean(x, rows, j):
-        if window is None:
-            return orthogonalise(x, (rows,))
-        if window == 0:
-            return x
-        earliest = jnp.maximum(j + 1 - window, 0)
-        recent = jax.lax.dynamic_slice_in_dim(rows, earliest, min(window, len(rows)))
-        return orthogonalise(x, (recent,))
-
-    def split(x, scale):
-        x, norm = unit(x)
+    def split(x, rows, j, scale):
+        x, norm = orthogonalise(x, (rows,), j, window)
         alive = ~(norm <= eps * scale)
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
     def step(j, state):
         (vector, previous, beta, scale), (lefts, rights, entries) = state
-        rights = rights.at[j].set(vector)
+        (rights,) = put_row((rights,), vector, j)
         product = mv(vector)
         projected_beta = dot(previous, product).real
-        rest = clean(product - beta.astype(dtype) * previous, lefts, j)
-        left, alpha = split(rest, scale)
+        rest = product - beta.astype(dtype) * previous
+        left, alpha = split(rest, lefts, j, scale)
         scale = jnp.maximum(scale, alpha)
-        lefts = lefts.at[j].set(left)
+        (lefts,) = put_row((lefts,), left, j)
         product = adjoint_mv(left)
         projected_alpha = dot(vector, product).real
         rest = product - alpha.astype(dtype) * vector
-        vector, beta = split(clean(rest, rights, j), scale)
+        vector, beta = split(rest, rights, j, scale)
         scale = jnp.maximum(scale, beta)
-        entry = jnp.stack([alpha, beta, projected_alpha, projected_beta])
-        return (vector, left, beta, scale), (lefts, rights, entries.at[j].set(entry))
+        found = jnp.stack([alpha, beta, projected_alpha, projected_beta])
+        entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
+        return (vector, left, beta, scale), (lefts, rights, entries)
 
     part = (state.carry, state.buffers)
     carry, buffers = jax.lax.fori_loop(first, last, step, part)
@@ -113,10 +105,11 @@ def golub_kahan_run(state: GolubKahanState, steps: Int[Array, ""] | int) -> Golu
     diagonal, above, projected_diagonal, projected_above = entries.T
     last = steps - 1
     above, residual = cut(above, last)
-    broken = jnp.cumsum(jnp.append(False, above[:-1] == 0)) > 0
+    # After a breakdown all of them are 0.
+    broken = jnp.append(False, above[:-1] == 0)
     return GolubKahan(
         diagonal=jnp.where(broken, diagonal[0], diagonal),
-        above=above.at[-1].set(residual),
+        above=jnp.append(above[:-1], residual),
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
         projected_above=projected_above[1:],
         left=lefts,

@@ -6,6 +6,8 @@ traced integer. A buffer for a single block is that block, and all of this is pl
 algebra without a loop.
 """
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,26 +38,31 @@ def put_rows(
 
 
 def border(
-    product: Inexact[Array, "p p"],
-    left: Inexact[Array, "n p"],
-    right: Inexact[Array, "n p"],
+    products: Sequence[Inexact[Array, "p p"]],
+    pairs: Sequence[tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]],
     i: Int[Array, ""],
     b: int,
-) -> Inexact[Array, "p p"]:
-    """`left* right` with the rows and columns of block i, the last one, from the product
-    without them."""
-    if product.shape[0] == b:
-        return left.conj().T @ right
+) -> list[Inexact[Array, "p p"]]:
+    """`left* right` for each of the pairs of buffers, with the rows and columns of block
+    i, the last one, from the products without them."""
+    if products[0].shape[0] == b:
+        return [left.conj().T @ right for left, right in pairs]
 
-    def against(buffer, block):
-        def one(j, rows):
-            return put_rows(rows, take(buffer, j, b).conj().T @ block, j)
+    def one(j, products):
+        return [
+            _put_product(_put_product(product, pair, i, j, b), pair, j, i, b)
+            for product, pair in zip(products, pairs, strict=True)
+        ]
 
-        empty = jnp.zeros_like(block, shape=(product.shape[0], b))
-        return jax.lax.fori_loop(0, i + 1, one, empty)
+    return jax.lax.fori_loop(0, i + 1, one, list(products))
 
-    product = put(product, against(left, take(right, i, b)), i)
-    return put_rows(product, against(right, take(left, i, b)).conj().T, i)
+
+def _put_product(
+    product: Array, pair: tuple[Array, Array], i: Array, j: Array, b: int
+) -> Array:
+    left, right = take(pair[0], i, b), take(pair[1], j, b)
+    block = left.conj().T @ right
+    return jax.lax.dynamic_update_slice(product, block, (i * b, j * b))
 
 
 def rescale(
@@ -103,11 +110,17 @@ def extend(
     if basis.shape[1] == b:
         block, r = qr(x)
         return Extension(block, jnp.zeros_like(r), r)
-    rest, first = remove(basis, x, count, b)
-    block, s, vh = thin_svd(rest, eps, scale)
-    triangle = s[:, None] * vh
+
+    def project(state, cutoff):
+        x, coefficients, coupling = state
+        rest, part = remove(basis, x, count, b)
+        block, s, vh = thin_svd(rest, *cutoff)
+        return (block, coefficients + part @ coupling, (s[:, None] * vh) @ coupling), None
+
     # Weak directions of the block have components in the basis that were small beside the
     # strong ones; where the second pass cancels half of one, it was rounding.
-    rest, second = remove(basis, block, count, b)
-    block, s, vh = thin_svd(rest, 0.5, 1.0)
-    return Extension(block, first + second @ triangle, (s[:, None] * vh) @ triangle)
+    real = jnp.finfo(x.dtype).dtype
+    cutoffs = jnp.asarray([eps, 0.5], real), jnp.stack([jnp.asarray(scale, real), 1])
+    coefficients = jnp.zeros_like(x, shape=(basis.shape[1], b))
+    start = x, coefficients, jnp.eye(b, dtype=x.dtype)
+    return Extension(*jax.lax.scan(project, start, cutoffs)[0])

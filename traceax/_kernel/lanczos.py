@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import thin_svd
+from .dense import normalise, thin_svd
 
 
-# Basis vectors are kept in buffers of at most this many, so that a step reads little more
-# than the vectors that there are, and a run of usual depth still compiles to one loop.
+# Basis vectors are kept in buffers of at most this many, of which a step reads those that
+# are in use: little more than the vectors that there are.
 _BUFFER = 32
 
 
@@ -42,7 +42,7 @@ class LanczosState(eqx.Module):
 
     carry: tuple[Array, ...]
     buffers: tuple[Inexact[Array, "_ n"], ...]
-    entries: tuple[Real[Array, "_ 3"], ...]
+    entries: Real[Array, "s 3"]
     norm: Real[Array, ""]
 
 
@@ -78,7 +78,7 @@ def lanczos_start(
     return LanczosState(
         carry=(vector, jnp.zeros_like(vector), zero, zero),
         buffers=tuple(jnp.zeros_like(start, shape=(m, start.shape[0])) for m in sizes),
-        entries=tuple(jnp.zeros_like(norm, shape=(m, 3)) for m in sizes),
+        entries=jnp.zeros_like(norm, shape=(most, 3)),
         norm=norm,
     )
 
@@ -93,58 +93,40 @@ def lanczos_advance(
     eps: float,
 ) -> LanczosState:
     """Steps from number `first` on, before number `last`."""
-    carry, dtype, offset = state.carry, state.carry[0].dtype, 0
-    buffers, entries = list(state.buffers), list(state.entries)
-    for i, size in enumerate(map(len, state.buffers)):
+    dtype = state.carry[0].dtype
 
-        def step(j, state, full=tuple(buffers[:i])):
-            (vector, previous, beta, scale), (buffer, entry) = state
-            buffer = buffer.at[j].set(vector)
-            product = mv(vector)
-            form = dot(vector, product).real
-            projected = dot(previous, product).real
-            rest = product - form.astype(dtype) * vector
-            rest = rest - beta.astype(dtype) * previous
-            if window is None:
-                rest = orthogonalise(rest, (*full, buffer))
-            elif window > 0:
-                recent = jnp.maximum(j + 1 - window, 0)
-                rows = jax.lax.dynamic_slice_in_dim(
-                    buffer, recent, min(window, len(buffer))
-                )
-                rest = orthogonalise(rest, (rows,))
-            scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
-            following, beta = unit(rest)
-            alive = ~(beta <= eps * scale)
-            following = jnp.where(alive, following, 0)
-            beta = jnp.where(alive, beta, 0)
-            entry = entry.at[j].set(jnp.stack([form, beta, projected]))
-            return (following, vector, beta, scale), (buffer, entry)
+    def step(j, state):
+        (vector, previous, beta, scale), buffers, entries = state
+        buffers = put_row(buffers, vector, j)
+        product = mv(vector)
+        form = dot(vector, product).real
+        projected = dot(previous, product).real
+        rest = product - form.astype(dtype) * vector
+        rest = rest - beta.astype(dtype) * previous
+        scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
+        following, beta = orthogonalise(rest, buffers, j, window)
+        alive = ~(beta <= eps * scale)
+        following = jnp.where(alive, following, 0)
+        beta = jnp.where(alive, beta, 0)
+        found = jnp.stack([form, beta, projected])
+        entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
+        return (following, vector, beta, scale), buffers, entries
 
-        part = (carry, (buffers[i], entries[i]))
-        ends = within(first - offset, size), within(last - offset, size)
-        carry, (buffers[i], entries[i]) = jax.lax.fori_loop(*ends, step, part)
-        offset += size
-    return LanczosState(carry, tuple(buffers), tuple(entries), state.norm)
+    part = state.carry, state.buffers, state.entries
+    carry, buffers, entries = jax.lax.fori_loop(first, last, step, part)
+    return LanczosState(carry, buffers, entries, state.norm)
 
 
 def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
     """What `steps` steps have found, all that were made."""
-    alpha, beta, projected = jnp.concatenate(state.entries).T
+    alpha, beta, projected = state.entries.T
     last = steps - 1
     beta, residual = cut(beta, last)
-    broken = jnp.append(False, beta[:-1] == 0)
-    alpha = jnp.where(jnp.cumsum(broken) > 0, alpha[0], alpha)
-    beta = beta.at[-1].set(residual)
+    # After a breakdown all of them are 0.
+    alpha = jnp.where(jnp.append(False, beta[:-1] == 0), alpha[0], alpha)
+    beta = jnp.append(beta[:-1], residual)
     basis = jnp.concatenate(state.buffers)
     return Lanczos(alpha, beta, projected[1:], basis, state.norm, last)
-
-
-def within(bound: Int[Array, ""] | int, size: int) -> Int[Array, ""] | int:
-    """The bound of a loop, that of one over the first `size` steps."""
-    if isinstance(bound, int):
-        return min(max(bound, 0), size)
-    return jnp.clip(bound, 0, size)
 
 
 def cut(
@@ -274,13 +256,32 @@ def block_lanczos_run(
     return BlockLanczos(matrix, state.below[steps - 1], state.basis)
 
 
+def put_row(
+    buffers: tuple[Inexact[Array, "_ n"], ...],
+    vector: Inexact[Array, " n"],
+    j: Int[Array, ""] | int,
+) -> tuple[Inexact[Array, "_ n"], ...]:
+    """Row j of the buffers, one after another, becomes `vector`."""
+    put, filled, offset = jax.lax.dynamic_update_index_in_dim, [], 0
+    for rows in buffers:
+        row, here = vector, j
+        if len(buffers) > 1:
+            here = jnp.clip(j - offset, 0, len(rows) - 1)
+            row = jnp.where(j - offset == here, vector, rows[here])
+        filled.append(put(rows, row, here, 0))
+        offset += len(rows)
+    return tuple(filled)
+
+
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
     """`x / ||x||` and `||x||`, or zeros; nothing overflows before x does."""
-    largest = jnp.max(jnp.abs(x))
-    safe = jnp.where(largest > 0, largest, 1)
-    x = x / safe.astype(x.dtype)
-    norm = jnp.sqrt(dot(x, x).real)
-    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), safe * norm
+    x, scale = normalise(x)
+    norm = _length(x)
+    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
+
+
+def _length(x: Inexact[Array, " n"]) -> Real[Array, ""]:
+    return jnp.sqrt(dot(x, x).real)
 
 
 def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
@@ -289,26 +290,40 @@ def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
 
 
 def orthogonalise(
-    x: Inexact[Array, " n"], buffers: tuple[Inexact[Array, "_ n"], ...]
-) -> Inexact[Array, " n"]:
-    """`x` less its components along the rows of `buffers`, orthonormal or zero. A second
-    pass is made where the first one cancels most of x ("twice is enough": Kahan)."""
+    x: Inexact[Array, " n"],
+    buffers: tuple[Inexact[Array, "_ n"], ...],
+    j: Int[Array, ""] | int,
+    window: int | None,
+) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
+    """`unit` of x less its components along rows of the buffers, orthonormal or zero, the
+    last of which is row j: along all of them, or as many of the last ones as the `window`
+    has. A second pass is made where the first one cancels most of x ("twice is enough":
+    Kahan)."""
+    if window == 0:
+        return unit(x)
+    x, scale = normalise(x)
+    if window is not None:
+        (rows,) = buffers
+        recent = jnp.maximum(j + 1 - window, 0), min(window, len(rows))
+        buffers = (jax.lax.dynamic_slice_in_dim(rows, *recent),)
 
-    def once(x):
-        for rows in buffers:
-            coefficients = jnp.matmul(rows.conj(), x, precision="highest")
-            x = x - jnp.matmul(coefficients, rows, precision="highest")
-        return x, unit(x)[1]
+    def remove(x, rows):
+        coefficients = jnp.matmul(rows.conj(), x, precision="highest")
+        return x - jnp.matmul(coefficients, rows, precision="highest")
+
+    def project(state):
+        x, norm, _, count = state
+        x, offset = remove(x, buffers[0]), len(buffers[0])
+        for rows in buffers[1:]:
+            x = jax.lax.cond(j >= offset, remove, lambda x, _: x, x, rows)
+            offset += len(rows)
+        return x, _length(x), norm, count + 1
 
     def cancelled(state):
         _, norm, before, count = state
-        return (norm < before / 10) & (count < 2)
+        return (count == 0) | ((norm < before / 10) & (count < 2))
 
-    def again(state):
-        x, norm, _, count = state
-        return *once(x), norm, count + 1
-
-    before = unit(x)[1]
-    count = jnp.ones_like(before, dtype=jnp.int32)
-    state = jax.lax.while_loop(cancelled, again, (*once(x), before, count))
-    return state[0]
+    norm = _length(x)
+    state = x, norm, norm, jnp.zeros_like(norm, dtype=jnp.int32)
+    x, norm, _, _ = jax.lax.while_loop(cancelled, project, state)
+    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm

@@ -28,7 +28,7 @@ class LeaveOneOut(eqx.Module):
     directions: Inexact[Array, "m m"]
     distance: Real[Array, " m"]
     essential: Bool[Array, " m"]
-    rank: Int[Array, ""]
+    rank: Real[Array, ""]
 
 
 def leave_one_out(
@@ -43,18 +43,15 @@ def leave_one_out(
     is `distance`, then `x_i` is essential.
     """
     kept = s > 0
-    rank = jnp.sum(kept)
-    largest = jnp.where(rank > 0, jnp.max(s), 1)
+    rank, largest = jnp.sum(kept.astype(s.dtype)), jnp.max(s)
     inverse = jnp.where(kept, largest / jnp.where(kept, s, 1), 0)
-    raw = inverse[:, None] * vh
-    null = jnp.linalg.norm(jnp.where(kept[:, None], 0, vh), axis=0)
-    norm = jnp.linalg.norm(raw, axis=0)
-    essential = kept.any() & (null <= 8 * eps * norm)
-    raw = jnp.where(essential, raw, 0)
-    norm = jnp.where(essential, norm, 0)
-    safe = jnp.where(norm > 0, norm, 1)
-    distance = jnp.where(norm > 0, largest / safe, 0)
-    return LeaveOneOut(raw / safe, distance, essential, rank)
+    raw, null = inverse[:, None] * vh, jnp.where(kept[:, None], 0, vh)
+    length, lost = jnp.linalg.norm(jnp.stack([raw, null]), axis=1)
+    essential = (length > 0) & (lost <= 8 * eps * length)
+    length = jnp.where(essential, length, 1)
+    directions = jnp.where(essential, raw / length, 0)
+    distance = jnp.where(essential, largest / length, 0)
+    return LeaveOneOut(directions, distance, essential, rank)
 
 
 class Pairs(eqx.Module):
@@ -90,7 +87,7 @@ class Pairs(eqx.Module):
 
 def resphere(
     n: int,
-    rank: Int[Array, "..."] | Real[Array, ""] | int,
+    rank: Real[Array, "..."] | int,
     norm_squared: Real[Array, "..."],
     inside_squared: Real[Array, "..."],
 ) -> Real[Array, "..."]:
@@ -166,7 +163,7 @@ def sample_covariance(
     and with it the variance of the mean of the samples is `s^2 / m` plus this, without
     bias: `E[s^2] = var(t_j) - cov`. See "Leave-one-out" in the developer documentation.
     """
-    m = jnp.sum(valid).astype(samples.real.dtype)
+    m = jnp.sum(valid.astype(samples.real.dtype))
     change = samples - pairs
     product = (change * change.T.conj()).real
     total = jnp.sum(jnp.where(two(valid), product, 0))
@@ -186,7 +183,7 @@ def jackknife(pairs: Inexact[Array, "m m"], valid: Bool[Array, " m"]) -> Real[Ar
     (m-1)/m times the variance of the estimate with m - 1 probes (Efron and Stein, Annals
     of Statistics 9, 1981). Infinite for m = 1.
     """
-    others = jnp.sum(valid) - 1
+    others = jnp.sum(valid.astype(pairs.real.dtype)) - 1
     left_out = jnp.sum(jnp.where(two(valid), pairs, 0), axis=1)
     moments = Moments.of(left_out / jnp.maximum(others, 1), valid)
     return jnp.where(others > 0, others * moments.independent_std_err, jnp.inf)

@@ -98,7 +98,7 @@ class GrowingNystrom(eqx.Module):
         image = extend(self.q, products, i, eps, jnp.linalg.norm(self.r))
         q = put(self.q, image.block, i)
         r = put(self.r, put_rows(image.coefficients, image.coupling, i), i)
-        core = border(self.core, basis, q, i, b)
+        (core,) = border([self.core], [(basis, q)], i, b)
         coordinates = put_rows(new.coefficients, new.coupling, i)
         return GrowingNystrom(basis, q, r, core, scale), coordinates
 

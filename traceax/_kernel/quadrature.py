@@ -47,7 +47,8 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     (Golub, SIAM Review 15, 1973, 318-334). The eigenpairs of T solve the linear system
     that there is."""
     matrix, border = compression.matrix, compression.border
-    size = jnp.max(jnp.abs(matrix)) + jnp.max(jnp.abs(border))
+    largest = jnp.maximum(jnp.abs(compression.nodes[0]), jnp.abs(compression.nodes[-1]))
+    size = largest + jnp.max(jnp.abs(border))
     floor = jnp.finfo(matrix.dtype).eps * size
     distances = jnp.maximum(compression.nodes - end, jnp.where(floor > 0, floor, 1))
     last = jnp.matmul(border, compression.vectors, precision="highest")

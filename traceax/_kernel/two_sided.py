@@ -18,7 +18,6 @@ class SmallMatrices(eqx.Module):
     h: Inexact[Array, "m m"]  # Q* A Q
     w: Inexact[Array, "m m"]  # Q* Omega
     across: Inexact[Array, "m m"]  # Omega* A Q
-    own: Inexact[Array, " m"]  # omega_j* A omega_j
     norms: Real[Array, " m"]  # |omega_j|^2
 
 
@@ -43,7 +42,7 @@ def two_sided_samples(
     h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
     across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
     back = r - h @ w  # [:, j] = Q* A e_j
-    outside = small.own - jnp.sum(w.conj() * r + across.T * w, axis=0)  # e_j* A e_j
+    outside = -jnp.sum(across.T * w, axis=0)  # e_j* A e_j, as A omega_j = Q r_j
 
     directions = loo.directions
     inner = directions.conj().T @ w
@@ -60,7 +59,7 @@ def two_sided_samples(
         return resphere(n, loo.rank - removed, small.norms, inside)
 
     all_inside = jnp.sum(jnp.abs(w) ** 2, axis=0)
-    trace = jnp.trace(h)
+    trace = jnp.sum(jnp.diagonal(h))
 
     beta = jnp.diagonal(inner)
     c = factor(essential, all_inside - jnp.abs(beta) ** 2)

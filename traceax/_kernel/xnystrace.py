@@ -32,7 +32,7 @@ def xnystrace_samples(
     redundant = _redundant(p, whitener, shift)
     p, rest = _unit(p)
     form = p.conj().T @ gram @ p
-    trace = jnp.trace(gram).real - shift * n
+    trace = jnp.sum(jnp.diagonal(gram)).real - shift * n
 
     c = (n - loo.rank + essential) if improved else loo.distance**2
     samples = trace - jnp.diagonal(form).real + c * rest
@@ -102,7 +102,7 @@ class _Resphered(AbstractLeaveOneOut):
     products: Inexact[Array, "m n"]
     parts: Inexact[Array, "m n"]
     directions: Inexact[Array, "m n"]
-    number: Int[Array, " m"]
+    number: Real[Array, " m"]
     root: Real[Array, " m"]
     gram: Inexact[Array, "m m"]
     overlap: Inexact[Array, "m m"]

@@ -83,7 +83,7 @@ class Action(eqx.Module):
             values = values_at(self.function, found, eps)
             return apply_to_first(found, basis, values)[: len(nodes)]
 
-        border = jnp.zeros_like(nodes).at[run.last].set(edge)
+        border = jnp.where(jnp.arange(len(nodes)) == run.last, edge, 0)
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, border[None], nodes, vectors)
         below = jnp.where(nodes[0] > 0, nodes[0] / 2, nodes[0] - edge)
@@ -104,9 +104,12 @@ class Action(eqx.Module):
         self, nodes: Real[Array, " s"], others: Real[Array, " s"]
     ) -> Real[Array, "s s"]:
         """Divided differences of f between the nodes of two runs."""
-        both = jnp.append(nodes, others)
-        settings = self.function, both, self.operator.eps
-        found = divided_differences(both, values_at(*settings), slopes_at(*settings))
+
+        def both(at):
+            return jnp.append(*(at(self.function, x, self.operator.eps) for x in runs))
+
+        runs = nodes, others
+        found = divided_differences(jnp.append(*runs), both(values_at), both(slopes_at))
         return found[: len(nodes), len(nodes) :]
 
     def derivative(

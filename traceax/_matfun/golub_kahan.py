@@ -110,7 +110,8 @@ class GolubKahan(AbstractKrylovMethod):
         def of_squares(squares):
             return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
-        border = jnp.zeros_like(s).at[run.last].set(diagonal[run.last] * above[-1])
+        edge = diagonal[run.last] * above[-1]
+        border = jnp.where(jnp.arange(len(s)) == run.last, edge, 0)
         compression = Compression(
             tridiagonal(alpha, beta), border[None], (s / unit_of) ** 2, vh.T
         )

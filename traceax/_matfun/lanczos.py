@@ -96,7 +96,7 @@ class Lanczos(AbstractKrylovMethod):
         again = integral(lambda x: values_at(function, x, eps), again, first)
 
         matrix = tridiagonal(run.alpha, run.beta)
-        border = jnp.zeros_like(nodes).at[run.last].set(run.beta[-1])
+        border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)
         compression = Compression(matrix, border[None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
         bracket = bracket_of(function, value, compression, first, lower, largest=largest)

@@ -90,8 +90,9 @@ def subgradients_at(
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
     """The size of rounding errors where an operator is singular: there Ritz values are
-    smaller than this, of either sign, and in a positive definite one larger."""
-    largest = jnp.max(jnp.abs(nodes))
+    smaller than this, of either sign, and in a positive definite one larger. The nodes
+    are sorted."""
+    largest = jnp.maximum(jnp.abs(nodes[0]), jnp.abs(nodes[-1]))
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
 
