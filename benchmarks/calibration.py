@@ -1,6 +1,6 @@
-"""How honest the standard errors are, as two markdown tables.
+"""How honest the standard errors are, as markdown tables, two for each n.
 
-    python benchmarks/calibration.py [n] [keys]
+    python benchmarks/calibration.py [keys] [n ...]
 
 For m = 10, 30 and 60 probes in the estimate: the mean of the standard error over the
 root-mean-square error (1 is exact, more is cautious), and how often the 95% interval with
@@ -42,9 +42,13 @@ def main(n: int, num_keys: int) -> None:
                     coverages.setdefault(label, {}).setdefault(spectrum, []).append(
                         covered
                     )
-    titles = {"mean standard error / RMS error": ratios, "coverage of 95%": coverages}
+    titles = {
+        "mean of the standard error over the root-mean-square error": ratios,
+        "coverage of the 95% interval": coverages,
+    }
     for title, table in titles.items():
-        print(f"\nn = {n}, {num_keys} keys, m = 10 / 30 / 60: {title}\n")
+        samples = " / ".join(map(str, PROBES))
+        print(f"\n**n = {n}, {num_keys} keys, m = {samples} samples: {title}**\n")
         print("| | " + " | ".join(spectra(n)) + " |")
         print("|---" * (1 + len(spectra(n))) + "|")
         for label, row in table.items():
@@ -53,5 +57,6 @@ def main(n: int, num_keys: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments = [int(each) for each in sys.argv[1:]]
-    main(*arguments, *(300, 400)[len(arguments) :])
+    num_keys, *sizes = [int(each) for each in sys.argv[1:]] or [400, 300, 1000]
+    for n in sizes:
+        main(n, num_keys)

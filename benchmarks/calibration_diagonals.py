@@ -60,7 +60,8 @@ def cell(function, m, matrix, num_keys):
 
 
 def main(n: int, num_keys: int) -> None:
-    print(f"n = {n}, {num_keys} keys, m = {' / '.join(map(str, SAMPLES))}\n")
+    samples = " / ".join(map(str, SAMPLES))
+    print(f"**n = {n}, {num_keys} keys, m = {samples} samples**\n")
     print("| | " + " | ".join(spectra(n)) + " |")
     print("|---" * (1 + len(spectra(n))) + "|")
     rows = {

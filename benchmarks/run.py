@@ -1,11 +1,11 @@
-"""Runs benchmarks and puts what they print into the page on them.
+"""Runs benchmarks and puts what they print into the pages that have a place for it.
 
-    pip install matfree scipy matplotlib linear_operator skerch curvlinops-for-pytorch
-    pip install --no-deps --target .peers traceax==1.0.2
     python benchmarks/run.py [name ...]
 
-Without names, all that `docs/benchmarks.md` has a place for: what is between the comments
-`<!-- name -->` and `<!-- end of name -->` is replaced.
+Without names, all: what a page has between the comments `<!-- name -->` and
+`<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. They run in an
+environment of their own, `.peers/environment`, with the other packages; the first call
+makes it.
 """
 
 import os
@@ -13,27 +13,44 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+import venv
+from importlib.metadata import version
 from pathlib import Path
 
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+ROOT = HERE.parent
+RELEASED, ENVIRONMENT = ROOT / ".peers", ROOT / ".peers" / "environment"
 PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
-PACKAGES = ("jax", "equinox", "lineax", "matfree", "linear_operator", "torch", "skerch")
-PACKAGES += ("curvlinops-for-pytorch",)
+PEERS = ("matfree", "linear_operator", "torch", "skerch", "curvlinops-for-pytorch")
+
+
+def enter() -> None:
+    """This script again, by the environment's Python."""
+    python = ENVIRONMENT / "bin" / "python"
+    if not python.exists():
+        venv.create(ENVIRONMENT, with_pip=True)
+        pip = [str(python), "-m", "pip", "install"]
+        subprocess.run([*pip, "-e", f"{ROOT}[examples]", "scipy", *PEERS], check=True)
+        released = ["--no-deps", "--target", str(RELEASED), "traceax==1.0.2"]
+        subprocess.run([*pip, *released], check=True)
+    os.execv(python, [str(python), *sys.argv])
 
 
 def machine() -> str:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
+    packages = ("jax", "equinox", "lineax", *PEERS)
     python = f"Python {platform.python_version()}"
     cores = f"{os.cpu_count()} cores ({platform.machine()})"
-    return ", ".join([cores, python, *found, "traceax 1.0.2"])
+    found = [f"{name} {version(name)}" for name in packages]
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    commit = f"commit {described.stdout.strip()}"
+    return ", ".join([commit, cores, python, *found, "traceax 1.0.2"])
 
 
 def run(place: re.Match) -> str:
@@ -48,4 +65,7 @@ def run(place: re.Match) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(PLACE.sub(run, PAGE.read_text()))
+    if Path(sys.prefix) != ENVIRONMENT:
+        enter()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        page.write_text(PLACE.sub(run, page.read_text()))
