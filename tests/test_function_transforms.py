@@ -822,8 +822,11 @@ def test_singular_operators(function, k, estimator):
     some = np.append(np.linspace(0.2, 1, 5), np.zeros(N - 5))
     for spectrum in (np.zeros(N), some):
         slope, solution, exact = run(matrix_of(spectrum=spectrum), spectrum)
-        assert solution.result == tx.RESULTS.successful
-        # Rounding leaves eigenvalues of size eps, with square roots of 1e-8.
+        # Rounding leaves eigenvalues of size eps, with square roots of 1e-8. What is not
+        # deflated is nothing else, and then rounding decides whether it is much of a bar.
+        rounded = solution.result == tx.RESULTS.precision_lost
+        rounded &= estimator is KRYLOV and spectrum is some
+        assert rounded | (solution.result == tx.RESULTS.successful)
         error = 1e-6 + (0 if k == N or spectrum is not some else 6 * solution.std_err)
         assert np.abs(solution.value - exact) < error
         assert all_finite((slope, solution.std_err, solution.stats))
