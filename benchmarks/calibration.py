@@ -1,62 +1,66 @@
-"""How honest the standard errors are, as markdown tables, two for each n.
+"""How honest the standard errors are, as markdown tables, one for each spectrum.
 
-    python benchmarks/calibration.py [keys] [n ...]
+    python benchmarks/run.py calibration
 
-For m = 10, 30 and 60 probes in the estimate: the mean of the standard error over the
-root-mean-square error (1 is exact, more is cautious), and how often the 95% interval with
-Student's quantile for m - 1 degrees of freedom, covers the exact trace. The published
-errors of XTrace and XNysTrace are `std(samples) / sqrt(m)`.
+How often the 95% interval, with Student's quantile for m - 1 degrees of freedom, covers
+the exact trace, for m probes in the estimate; in brackets the mean of the standard error
+over the root-mean-square error (1 is exact, more is cautious). The published errors of
+XTrace and XNysTrace are `std(samples) / sqrt(m)`.
 """
 
 import sys
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 from scipy.stats import t as student
-from spectra import ESTIMATORS, matrix_with, spectra, trace_many
+from spectra import ESTIMATORS, matrix_with, spectra
+
+import traceax as tx
 
 
 jax.config.update("jax_enable_x64", True)
-PROBES = (10, 30, 60)
+N, PROBES = 300, (3, 5, 10, 20, 30, 60)
+BARS = {"std.err": "", "jackknife_std_err": ", jackknife"}
+BARS |= {"independent_std_err": ", published"}
 
 
-def main(n: int, num_keys: int) -> None:
-    ratios, coverages = {}, {}
-    for spectrum, eigenvalues in spectra(n).items():
-        matrix, exact = matrix_with(eigenvalues), jnp.sum(eigenvalues)
-        for name, (estimator, factor) in ESTIMATORS.items():
-            for m in PROBES:
-                value, std_err, stats = trace_many(
-                    matrix, estimator, factor * m, num_keys
-                )
-                error = jnp.abs(value - exact)
-                bars = {name: std_err}
-                if "jackknife_std_err" in stats:
-                    bars[f"{name}, jackknife"] = stats["jackknife_std_err"]
-                    bars[f"{name}, published"] = stats["independent_std_err"]
-                quantile = student.ppf(0.975, m - 1)
-                for label, bar in bars.items():
-                    ratio = jnp.mean(bar) / jnp.sqrt(jnp.mean(error**2))
-                    covered = jnp.mean(error <= quantile * bar)
-                    ratios.setdefault(label, {}).setdefault(spectrum, []).append(ratio)
-                    coverages.setdefault(label, {}).setdefault(spectrum, []).append(
-                        covered
-                    )
-    titles = {
-        "mean of the standard error over the root-mean-square error": ratios,
-        "coverage of the 95% interval": coverages,
-    }
-    for title, table in titles.items():
-        samples = " / ".join(map(str, PROBES))
-        print(f"\n**n = {n}, {num_keys} keys, m = {samples} samples: {title}**\n")
-        print("| | " + " | ".join(spectra(n)) + " |")
-        print("|---" * (1 + len(spectra(n))) + "|")
-        for label, row in table.items():
-            cells = [" / ".join(f"{x:.2f}" for x in cell) for cell in row.values()]
+def estimate(estimator, k):
+    """`(matrix, keys) -> (values, stats)`"""
+
+    def one(matrix, key):
+        structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+        tag = lx.positive_semidefinite_tag
+        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tag)
+        solution = tx.trace(operator, estimator, k=k, key=key, throw=False)
+        return solution.value, solution.stats
+
+    return jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
+
+
+def main(num_keys: int) -> None:
+    keys = jax.random.split(jax.random.key(3), num_keys)
+    matrices = {name: matrix_with(each) for name, each in spectra(N).items()}
+    rows = {name: {} for name in matrices}
+    for name, (estimator, factor) in ESTIMATORS.items():
+        for m in PROBES:
+            run, quantile = estimate(estimator, factor * m), student.ppf(0.975, m - 1)
+            for spectrum, matrix in matrices.items():
+                values, stats = run(matrix, keys)
+                error = jnp.abs(values - jnp.sum(spectra(N)[spectrum]))
+                for bar, label in BARS.items():
+                    if bar in stats:
+                        covered = jnp.mean(error <= quantile * stats[bar])
+                        ratio = jnp.mean(stats[bar]) / jnp.sqrt(jnp.mean(error**2))
+                        cell = f"{covered:.2f} ({ratio:.2f})"
+                        rows[spectrum].setdefault(name + label, []).append(cell)
+    for spectrum, table in rows.items():
+        print(f"\n{spectrum}, n = {N}, {num_keys} keys; number of samples:\n")
+        print("| |" + "".join(f" {m} |" for m in PROBES))
+        print("|---|" + "---|" * len(PROBES))
+        for label, cells in table.items():
             print(f"| {label} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    num_keys, *sizes = [int(each) for each in sys.argv[1:]] or [400, 300, 1000]
-    for n in sizes:
-        main(n, num_keys)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)

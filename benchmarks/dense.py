@@ -1,10 +1,10 @@
 """Time of one call over the time of its products as one GEMM, dense float32 operator.
 
-    python benchmarks/dense.py [n ...]
+    python benchmarks/run.py dense
 
 Every estimator makes k = 100 products (99 for Hutch++). All functions take turns in one
 process. A ratio below 1 is possible, because the layout of the probes affects the speed
-of the product.
+of the product. The largest matrix has 4 GB; a machine of 16 GB has no room for the next.
 """
 
 import sys
@@ -13,20 +13,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import torch
 from peers import peer_functions
+from spectra import ESTIMATORS
 from timing import interleaved, spread
+from torch_peers import torch_functions
 
 import traceax as tx
 
 
 K = 100
-OURS = {
-    "Hutchinson": tx.HutchinsonEstimator(),
-    "Hutch++": tx.HutchPlusPlusEstimator(),
-    "Nystrom++": tx.NystromPlusPlusEstimator(),
-    "XTrace": tx.XTraceEstimator(),
-    "XNysTrace": tx.XNysTraceEstimator(),
-}
 
 
 def make_operator(matrix):
@@ -38,10 +34,10 @@ def ours(estimator, matrix, key):
     return solution.value, solution.std_err
 
 
-def main(n: int) -> None:
+def times(n: int):
     key = jax.random.key(0)
     x = jax.random.normal(key, (n, 50), jnp.float32)
-    matrix = x @ x.T / n + jnp.eye(n, dtype=jnp.float32)
+    matrix = jax.jit(lambda x: x @ x.T / n + jnp.eye(n, dtype=jnp.float32))(x)
     block = jax.random.normal(key, (n, K), jnp.float32)
     functions = {
         "A @ block": partial(jax.jit(jnp.matmul), matrix, block),
@@ -50,22 +46,30 @@ def main(n: int) -> None:
         ),
         "QR of block": partial(jax.jit(jnp.linalg.qr), block),
     }
-    for name, estimator in OURS.items():
-        function = jax.jit(partial(ours, estimator))
-        functions[f"traceax 2.0 {name}"] = partial(function, matrix, key)
+    mine = {name: partial(ours, each) for name, (each, _) in ESTIMATORS.items()}
     peers = peer_functions(make_operator, lambda v, a: a @ v, n, K)
-    for peer, estimators in peers.items():
+    for package, estimators in ({"traceax 2.0": mine} | peers).items():
         for name, function in estimators.items():
-            functions[f"{peer} {name}"] = partial(jax.jit(function), matrix, key)
-    times = interleaved(functions)
-    base = times["A @ block"][0]
-    print(f"\nn = {n}, k = {K}; `A @ block` takes {base * 1e3:.1f} ms:\n")
-    print("| | time over `A @ block` |")
-    print("|---|---|")
-    for name, each in times.items():
-        print(f"| {name} | {spread(each, base)} |", flush=True)
+            functions[f"{package} {name}"] = partial(jax.jit(function), matrix, key)
+    shared = torch.from_dlpack(matrix)
+    for package, estimators in torch_functions(K).items():
+        for name, function in estimators.items():
+            functions[f"{package} {name}"] = partial(function, shared, 0)
+    return interleaved(functions, rounds=7 if n <= 10000 else 2)
+
+
+def main(sizes: list[int]) -> None:
+    columns = {n: times(n) for n in sizes}
+    print(f"k = {K}:\n")
+    print("| |" + "".join(f" n = {n} |" for n in sizes))
+    print("|---|" + "---|" * len(sizes))
+    base = {n: each["A @ block"][0] for n, each in columns.items()}
+    cells = [f"{seconds:.1e} s" for seconds in base.values()]
+    print("| A @ block, seconds | " + " | ".join(cells) + " |")
+    for name in columns[sizes[0]]:
+        cells = [spread(each[name], base[n]) for n, each in columns.items()]
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    for n in [int(each) for each in sys.argv[1:]] or [4000, 10000]:
-        main(n)
+    main([int(each) for each in sys.argv[1:]] or [1000, 4000, 10000, 32000])

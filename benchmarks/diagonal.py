@@ -1,6 +1,6 @@
 """Hutchinson, k = 100, on a diagonal float32 operator: time and temporary memory.
 
-    python benchmarks/diagonal.py [n ...]
+    python benchmarks/run.py diagonal
 
 Where a peer needs more than 12 GB of temporaries it is compiled, not run.
 """
@@ -36,7 +36,8 @@ def ours(diagonal, key):
     return solution.value, solution.std_err
 
 
-def main(n: int) -> None:
+def measure(n: int):
+    """The median seconds of ours, and the ratio and temporaries of each."""
     key = jax.random.key(0)
     diagonal = jax.random.uniform(key, (n,), jnp.float32)
     peers = peer_functions(make_operator, lambda v, d: d * v, n, K)
@@ -49,17 +50,23 @@ def main(n: int) -> None:
         temporaries[name] = compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
         if temporaries[name] < 12e9:
             runnable[name] = partial(compiled, diagonal, key)
-    times = interleaved(runnable, rounds=5)
+    times = interleaved(runnable, rounds=5 if n <= 10**7 else 1)
     base = times["traceax 2.0"][0]
-    print(f"\nn = {n:.0e}, k = {K}; a vector is {4 * n / 1e6:.0f} MB, ours take")
-    print(f"{base:.3f} s:\n")
-    print("| | temporaries | time over ours |")
-    print("|---|---|---|")
+    cells = {"traceax 2.0, seconds": f"{base:.1e} s"}
     for name, memory in temporaries.items():
         time = spread(times[name], base) if name in times else "not run"
-        print(f"| {name} | {memory / 1e6:.1f} MB | {time} |", flush=True)
+        cells[name] = f"{time}, {memory / 1e6:.0f} MB"
+    return cells
+
+
+def main(sizes: list[int]) -> None:
+    columns = [measure(n) for n in sizes]
+    print(f"k = {K}; time over ours, and temporaries:\n")
+    print("| |" + "".join(f" n = {n:.0e} |" for n in sizes))
+    print("|---|" + "---|" * len(sizes))
+    for name in columns[0]:
+        print(f"| {name} | " + " | ".join(column[name] for column in columns) + " |")
 
 
 if __name__ == "__main__":
-    for n in [int(float(each)) for each in sys.argv[1:]] or [10**6, 10**7]:
-        main(n)
+    main([int(float(n)) for n in sys.argv[1:]] or [10**5, 10**6, 10**7, 10**8])

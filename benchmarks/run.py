@@ -3,9 +3,9 @@
     python benchmarks/run.py [name ...]
 
 Without names, all: what a page has between the comments `<!-- name -->` and
-`<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. They run in an
-environment of their own, `.peers/environment`, with the other packages; the first call
-makes it.
+`<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. Then `plots.py` draws
+the tables. All run in an environment of their own, `.peers/environment`, with the other
+packages; the first call makes it.
 """
 
 import os
@@ -22,50 +22,62 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RELEASED, ENVIRONMENT = ROOT / ".peers", ROOT / ".peers" / "environment"
 PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
-PEERS = ("matfree", "linear_operator", "torch", "skerch", "curvlinops-for-pytorch")
+PEERS = {
+    "matfree": "0.6.3",
+    "linear_operator": "0.6.1",
+    "torch": "2.13.0",
+    "skerch": "1.2.0",
+    "curvlinops-for-pytorch": "3.0.1",
+}
 
 
 def enter() -> None:
     """This script again, by the environment's Python."""
     python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        venv.create(ENVIRONMENT, with_pip=True)
+    if not (RELEASED / "traceax").exists():  # what is installed last
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "install"]
-        subprocess.run([*pip, "-e", f"{ROOT}[examples]", "scipy", *PEERS], check=True)
+        peers = [f"{name}=={release}" for name, release in PEERS.items()]
+        subprocess.run([*pip, "-e", f"{ROOT}[examples]", "scipy", *peers], check=True)
         released = ["--no-deps", "--target", str(RELEASED), "traceax==1.0.2"]
         subprocess.run([*pip, *released], check=True)
     os.execv(python, [str(python), *sys.argv])
 
 
-def machine() -> str:
+def described() -> str:
+    """The commit, the machine and the releases."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.check_output(git, text=True).strip()
     packages = ("jax", "equinox", "lineax", *PEERS)
+    found = [f"{name} {version(name)}" for name in packages]
     python = f"Python {platform.python_version()}"
     cores = f"{os.cpu_count()} cores ({platform.machine()})"
-    found = [f"{name} {version(name)}" for name in packages]
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    commit = f"commit {described.stdout.strip()}"
-    return ", ".join([commit, cores, python, *found, "traceax 1.0.2"])
+    return ", ".join([f"commit {commit}", cores, python, *found, "traceax 1.0.2"])
 
 
-def run(place: re.Match) -> str:
-    name = place[1]
-    if sys.argv[1:] and name not in sys.argv[1:]:
-        return place[0]
+def printed(name: str) -> str:
     print(f"running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    text = f"*`benchmarks/{name}.py` on {machine()}.*\n\n{done.stdout.strip()}"
-    return f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
+    return subprocess.check_output(command, text=True).strip()
+
+
+def fill(page: Path, name: str, machine: str) -> None:
+    start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{printed(name)}"
+    before, rest = page.read_text().split(start)
+    page.write_text(before + start + text + end + rest.split(end)[1])
+
+
+def main(wanted: list[str]) -> None:
+    machine = described()  # before pages change
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for name in PLACE.findall(page.read_text()):
+            if name in wanted or not wanted:
+                fill(page, name, machine)
+    printed("plots")
 
 
 if __name__ == "__main__":
     if Path(sys.prefix) != ENVIRONMENT:
         enter()
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        page.write_text(PLACE.sub(run, page.read_text()))
+    main(sys.argv[1:])

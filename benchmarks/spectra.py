@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 
 import traceax as tx
 
@@ -32,18 +31,3 @@ def matrix_with(eigenvalues: jax.Array) -> jax.Array:
     n = eigenvalues.shape[0]
     basis, _ = jnp.linalg.qr(jax.random.normal(jax.random.key(7), (n, n)))
     return (basis * eigenvalues) @ basis.T
-
-
-def trace_many(matrix, estimator, k: int, num_keys: int):
-    """Value, standard error and `stats` for each of `num_keys` keys."""
-    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
-    tag = lx.positive_semidefinite_tag
-
-    def one(matrix, key):
-        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tag)
-        solution = tx.trace(operator, estimator, k=k, key=key, throw=False)
-        return solution.value, solution.std_err, solution.stats
-
-    keys = jax.random.split(jax.random.key(3), num_keys)
-    run = jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
-    return run(matrix, keys)

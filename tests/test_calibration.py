@@ -3,7 +3,7 @@
 The 95% interval is `value +- q std_err` with Student's quantile q for one degree of
 freedom fewer than there are samples. Of 75 cases, each fails by chance with probability
 below 1e-5 if its interval covers 93% and the mean of `std_err` is the root-mean-square
-error; `benchmarks/calibration.py` prints the table for n = 300 and 1000.
+error; `benchmarks/calibration.py` prints the tables for n = 300.
 """
 
 import functools as ft

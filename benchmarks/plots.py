@@ -1,0 +1,191 @@
+"""Draws the tables of the pages as pictures for a light and for a dark page.
+
+    python benchmarks/plots.py
+
+So a picture says what its table says; it holds a digest of that table.
+"""
+
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from tables import numbers, Table, tables
+
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+SOURCES = {
+    "accuracy": ["accuracy"],
+    "coverage": ["calibration"],
+    "time": ["dense", "diagonal"],
+}
+PAGES = {"calibration": "error_bars"}
+SHOWN = {"poly": "eigenvalues $i^{-2}$", "exp": "eigenvalues $0.7^i$", "step": "a step"}
+# Color on a light and on a dark page, and line style, of each estimator.
+LOOK = {
+    "Hutchinson": (("#555555", "#bbbbbb"), "-"),
+    "Hutch++": (("#c84e00", "#ff9d4d"), (0, (5, 1.5))),
+    "Nystrom++": (("#00805c", "#35cfa0"), (0, (1.5, 1.2))),
+    "XTrace": (("#0065ad", "#62b8ff"), "-"),
+    "XNysTrace": (("#a3307f", "#f08fd0"), (0, (6, 1.2, 1.5, 1.2))),
+}
+MARKERS = {"traceax 1.0": "x", "matfree": "o", "curvlinops": "s", "skerch": "^"}
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "traceax",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+}
+INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+
+
+def read(picture: str) -> dict[str, list[Table]]:
+    return {
+        name: tables(PAGES.get(name, "benchmarks"), name) for name in SOURCES[picture]
+    }
+
+
+def digest(picture: str) -> str:
+    return sha256(repr(read(picture)).encode()).hexdigest()
+
+
+def look(estimator: str, dark: bool) -> dict:
+    colors, linestyle = LOOK[estimator]
+    return {"color": colors[dark], "linestyle": linestyle}
+
+
+def marker(package: str, color: str) -> dict:
+    shape = {"marker": MARKERS[package], "markerfacecolor": "none", "color": color}
+    return {"linestyle": "", "markeredgewidth": 0.9, **shape}
+
+
+def by_spectrum(found: list[Table]) -> dict[str, Table]:
+    return {table.title.split(",")[0]: table for table in found}
+
+
+def split(label: str) -> tuple[str, str]:
+    """The package and the estimator of a row."""
+    package, _, estimator = label.rpartition(" ")
+    return package, estimator
+
+
+def legend(figure: Figure, dark: bool, packages=tuple(MARKERS)) -> None:
+    """Lines are ours; other packages have markers in the color of the estimator."""
+    styles = {name: look(name, dark) for name in LOOK}
+    styles |= {name: marker(name, "gray") for name in packages}
+    handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    settings = {"handlelength": 2.4, "columnspacing": 1.2, "ncols": len(handles)}
+    figure.legend(handles=handles, loc="outside lower center", **settings)
+
+
+def accuracy(figure: Figure, dark: bool) -> None:
+    axes = figure.subplots(2, len(SHOWN), sharex=True, sharey="row")
+    found = by_spectrum(read("accuracy")["accuracy"])
+    for (spectrum, title), (up, down) in zip(SHOWN.items(), axes.T, strict=True):
+        products = [int(each) for each in found[spectrum].columns]
+        for label, cells in found[spectrum].rows.items():
+            package, estimator = split(label)
+            style = look(estimator, dark)
+            if package != "traceax 2.0":
+                style = marker(package, style["color"])
+            cells = [numbers(cell) for cell in cells]
+            up.loglog(products, [cell[0] for cell in cells], **style)
+            if len(cells[0]) > 1:
+                down.semilogx(products, [cell[1] for cell in cells], **style)
+        up.set_title(title, fontsize=10)
+        down.axhline(1, color="gray", linewidth=0.8)
+        down.set_xlabel("products with the operator")
+    axes[0, 0].set_ylabel("mean relative error")
+    axes[0, 0].set_ylim(1e-16, 1)
+    axes[1, 0].set_ylabel("error bar / actual error")
+    axes[1, 0].set_ylim(0, 2.5)
+    axes[1, 0].set_xticks((10, 30, 100, 300), ("10", "30", "100", "300"))
+    axes[1, 0].minorticks_off()
+    legend(figure, dark)
+
+
+def coverage(figure: Figure, dark: bool) -> None:
+    axes = figure.subplots(2, len(SHOWN), sharex=True, sharey=True)
+    found = {
+        table.title.split(",")[0]: table for table in read("coverage")["calibration"]
+    }
+    for (spectrum, title), (up, down) in zip(SHOWN.items(), axes.T, strict=True):
+        samples = [int(each) for each in found[spectrum].columns]
+        for label, cells in found[spectrum].rows.items():
+            estimator, _, bar = label.partition(", ")
+            if bar != "jackknife":
+                panel = down if bar else up
+                covered = [numbers(cell)[0] for cell in cells]
+                panel.semilogx(samples, covered, **look(estimator, dark))
+        for panel in (up, down):
+            panel.axhline(0.95, color="gray", linewidth=0.8)
+        up.set_title(title, fontsize=10)
+        down.set_xlabel("samples")
+    axes[0, 0].set_ylabel("coverage, traceax")
+    axes[1, 0].set_ylabel("coverage, published bars")
+    axes[0, 0].set_ylim(0.4, 1.02)
+    axes[0, 0].set_xticks(samples, [str(m) for m in samples])
+    axes[0, 0].minorticks_off()
+    legend(figure, dark, packages=())
+
+
+def time(figure: Figure, dark: bool) -> None:
+    axes = figure.subplots(2, 3, sharey=True).flat
+    (dense,), (cheap,) = read("time").values()
+    for name, panel in zip(LOOK, axes, strict=False):
+        lines = {split(each)[0]: each for each in dense.rows if split(each)[1] == name}
+        draw_times(panel, dense, "A @ block, seconds", lines, name, dark)
+        products = [numbers(cell)[0] for cell in dense.rows["A @ block, seconds"]]
+        panel.plot(sizes(dense), products, color="gray", linewidth=0.8)
+        panel.set_title(f"{name}, dense", fontsize=10)
+    lines = {name: name for name in cheap.rows if ", " not in name}
+    draw_times(axes[5], cheap, "traceax 2.0, seconds", lines, "Hutchinson", dark)
+    axes[5].set_title("Hutchinson, diagonal", fontsize=10)
+    for panel in axes[3:]:
+        panel.set_xlabel("n")
+    for panel in axes[::3]:
+        panel.set_ylabel("seconds")
+    legend(figure, dark)
+
+
+def sizes(table: Table) -> list[float]:
+    return [numbers(column)[0] for column in table.columns]
+
+
+def draw_times(panel, table, base, lines, estimator, dark) -> None:
+    """Of each package, as far as it was run."""
+    seconds = [numbers(cell)[0] for cell in table.rows[base]]
+    for package, label in lines.items():
+        ratios = [cell for cell in table.rows[label] if not cell.startswith("not run")]
+        run = [numbers(ratio)[0] * s for ratio, s in zip(ratios, seconds, strict=False)]
+        style = look(estimator, dark)
+        if package != "traceax 2.0":
+            style = marker(package, style["color"]) | {"linestyle": "-", "linewidth": 0.6}
+        panel.loglog(sizes(table)[: len(run)], run, **style)
+        if len(run) < len(seconds):
+            memory = re.findall(r"\d+ MB", table.rows[label][len(run)])[0]
+            print(package, memory)
+
+
+def draw(picture: str, dark: bool) -> None:
+    ink = "#e2e4e9" if dark else "#24292f"
+    with mpl.rc_context(STYLE | dict.fromkeys(INK, ink)):
+        figure = Figure(figsize=(9, 5.4), layout="constrained")
+        globals()[picture](figure, dark)
+        metadata = {"Date": None, "Description": digest(picture)}
+        path = IMAGES / f"{picture}-{'dark' if dark else 'light'}.svg"
+        figure.savefig(path, metadata=metadata)
+
+
+if __name__ == "__main__":
+    for name in SOURCES:
+        for dark in (False, True):
+            draw(name, dark)
