@@ -50,10 +50,10 @@ def by_torch(function):
     return run
 
 
-def functions(k):
+def functions(n, k, dtype):
     """`(matrix, keys) -> (values, std_errs)` by package and estimator."""
     mine = {name: partial(ours, each, k) for name, (each, _) in ESTIMATORS.items()}
-    peers = peer_functions(make_operator, lambda v, a: a @ v, N, k, jnp.float64)
+    peers = peer_functions(make_operator, lambda v, a: a @ v, n, k, dtype)
     return {
         (package, name): wrap(function)
         for packages, wrap in (
@@ -77,7 +77,7 @@ def main(num_keys: int) -> None:
     matrices = {name: matrix_with(each) for name, each in spectra(N).items()}
     rows = {name: {} for name in matrices}
     for k in BUDGETS:
-        for estimator, function in functions(k).items():
+        for estimator, function in functions(N, k, jnp.float64).items():
             for name, matrix in matrices.items():
                 exact = float(jnp.sum(spectra(N)[name]))
                 found = cell(*function(matrix, keys), exact)
@@ -91,4 +91,4 @@ def main(num_keys: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from tables import numbers, Table, tables
+from pages import numbers, Table, tables
 
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -4,8 +4,8 @@
 
 Without names, all: what a page has between the comments `<!-- name -->` and
 `<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. Then `plots.py`
-draws the tables. All run in an environment of their own, `.peers/environment`, with the other
-packages; the first call makes it.
+draws the tables. All run in an environment of their own, `.peers/environment`, with the
+other packages; the first call makes it.
 """
 
 import os
