@@ -77,13 +77,18 @@ def split(label: str) -> tuple[str, str]:
     return package, estimator
 
 
-def legend(figure: Figure, dark: bool, packages=tuple(MARKERS)) -> None:
-    """Lines are ours; other packages have markers in the color of the estimator."""
-    styles = {name: look(name, dark) for name in LOOK}
-    styles |= {name: marker(name, "gray") for name in packages}
+def legend(figure: Figure, styles: dict[str, dict], ncols: int) -> None:
     handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
-    settings = {"handlelength": 2.4, "columnspacing": 1.2, "ncols": len(handles)}
+    settings = {"handlelength": 2.4, "columnspacing": 1.2, "ncols": ncols}
     figure.legend(handles=handles, loc="outside lower center", **settings)
+
+
+def estimators(dark: bool) -> dict[str, dict]:
+    return {name: look(name, dark) for name in LOOK}
+
+
+def packages() -> dict[str, dict]:
+    return {name: marker(name, "gray") for name in MARKERS}
 
 
 def accuracy(figure: Figure, dark: bool) -> None:
@@ -109,7 +114,7 @@ def accuracy(figure: Figure, dark: bool) -> None:
     axes[1, 0].set_ylim(0, 2.5)
     axes[1, 0].set_xticks((10, 30, 100, 300), ("10", "30", "100", "300"))
     axes[1, 0].minorticks_off()
-    legend(figure, dark)
+    legend(figure, estimators(dark) | packages(), 5)
 
 
 def coverage(figure: Figure, dark: bool) -> None:
@@ -134,7 +139,7 @@ def coverage(figure: Figure, dark: bool) -> None:
     axes[0, 0].set_ylim(0.4, 1.02)
     axes[0, 0].set_xticks(samples, [str(m) for m in samples])
     axes[0, 0].minorticks_off()
-    legend(figure, dark, packages=())
+    legend(figure, estimators(dark), 5)
 
 
 def time(figure: Figure, dark: bool) -> None:
@@ -153,7 +158,7 @@ def time(figure: Figure, dark: bool) -> None:
         panel.set_xlabel("n")
     for panel in axes[::3]:
         panel.set_ylabel("seconds")
-    legend(figure, dark)
+    legend(figure, estimators(dark) | packages(), 5)
 
 
 def sizes(table: Table) -> list[float]:
@@ -173,6 +178,33 @@ def draw_times(panel, table, base, lines, estimator, dark) -> None:
         if len(run) < len(seconds):
             memory = re.findall(r"\d+ MB", table.rows[label][len(run)])[0]
             print(package, memory)
+
+
+SPLIT = "probes", "rows"
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def in_mib(cell: str) -> float:
+    size, unit = cell.split()
+    return float(size) * UNITS[unit] / 2**20 or float("nan")
+
+
+def scaling(figure: Figure, dark: bool) -> None:
+    found = {table.title.strip("*"): table for table in read("scaling")["scaling"]}
+    looks = [*estimators(dark).values(), marker("matfree", "gray") | {"linestyle": ":"}]
+    styles = dict(zip(found, looks, strict=False))
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    for column, (split_by, (memory, sent)) in enumerate(zip(SPLIT, axes.T, strict=True)):
+        for name, style in styles.items():
+            devices = [int(each) for each in found[name].rows]
+            cells = [row[3 * column :] for row in found[name].rows.values()]
+            memory.loglog(devices, [in_mib(cell[2]) for cell in cells], **style)
+            sent.loglog(devices, [in_mib(cell[1]) for cell in cells], **style)
+        memory.set_title(f"{split_by} are split", fontsize=10)
+        sent.set_xlabel("devices")
+    axes[0, 0].set_ylabel("memory per device, MiB")
+    axes[1, 0].set_ylabel("sent by a device, MiB")
+    legend(figure, styles, 3)
 
 
 def draw(picture: str, dark: bool) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RELEASED, ENVIRONMENT = ROOT / ".peers", ROOT / ".peers" / "environment"
-PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+PLACE = re.compile(r"<!-- ([\w/]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 PEERS = {
     "matfree": "0.6.3",
     "linear_operator": "0.6.1",
@@ -58,12 +58,13 @@ def described() -> str:
 def printed(name: str) -> str:
     print(f"running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
-    return subprocess.check_output(command, text=True).strip()
+    helpers = os.environ | {"PYTHONPATH": str(HERE)}
+    return subprocess.check_output(command, env=helpers, text=True).strip()
 
 
 def fill(page: Path, name: str, machine: str) -> None:
-    start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-    text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{printed(name)}"
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{printed(name)}\n"
     before, rest = page.read_text().split(start)
     page.write_text(before + start + text + end + rest.split(end)[1])
 

@@ -23,6 +23,7 @@ import numpy as np
 import traceax as tx
 
 
+NAMES = ("Hutchinson", "SLQ", "XTrace", "XNysTrace")
 DTYPES = {"f32": 4, "f64": 8, "pred": 1, "s32": 4}
 
 
@@ -45,8 +46,8 @@ def estimate(name, n, k, execution):
 
 
 def overhead():
-    print("\nSharded on one device over Local, n = 2000, k = 128: median of 15, spread")
-    for name in ("Hutchinson", "SLQ", "XTrace", "XNysTrace"):
+    cells = []
+    for name in NAMES:
         executions = (tx.Local(), tx.Sharded(tx.probe_mesh(jax.devices()[:1])))
         runs = [estimate(name, 2000, 128, execution) for execution in executions]
         matrix = runs[0][1](jax.random.key(0))
@@ -61,7 +62,9 @@ def overhead():
         seconds = np.asarray(seconds[1:])
         ratio = seconds[:, 1] / seconds[:, 0]
         low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
-        print(f"  {name:12s} {middle:.3f} ({low:.3f} to {high:.3f})")
+        cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+    label = "`Sharded` on one device over `Local`, n = 2000, k = 128"
+    print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
 
 def worker(name, address, count, index):
@@ -79,7 +82,7 @@ def worker(name, address, count, index):
 
 
 def processes():
-    print("\nOne process on one core over two on two, n = 3000, k = 256, seconds")
+    cells = []
 
     def start(name, count, index, port):
         command = ["taskset", "-c", str(index), sys.executable, __file__, "worker", name]
@@ -97,7 +100,9 @@ def processes():
             outputs = [each.communicate()[0] for each in group]
             seconds.append(float(outputs[0].split()[-1]))
         one, two = seconds
-        print(f"  {name:12s} {one:.2f} / {two:.2f} = {one / two:.2f}")
+        cells.append(f"{one / two:.2f}")
+    label = "one process on one core over two on two, n = 3000, k = 256"
+    print(f"| {label} | {' | '.join(cells)} | | |", flush=True)
 
 
 def bytes_sent():
@@ -115,11 +120,13 @@ def bytes_sent():
                 for kind, shape, _ in re.findall(pattern, text)
             ]
             row.append(f"{len(total)} x {sum(total)}")
-        print(f"  {jax.device_count():4d} {name:12s} {'  '.join(row)}", flush=True)
+        print(f"| {name}, {jax.device_count()} | {' | '.join(row)} |", flush=True)
 
 
 def communication():
-    print("\nall-reduces x bytes, at (n, k) = (4096, 512), (4096, 2048), (8192, 512)")
+    sizes = ("4096, 512", "4096, 2048", "8192, 512")
+    print("\n| all-reduces x bytes on devices; n, k |", " | ".join(sizes), "|")
+    print("|---" * 4 + "|", flush=True)
     for count in (2, 8, 64, 512):
         flags = f"--xla_force_host_platform_device_count={count}"
         subprocess.run(
@@ -136,6 +143,8 @@ if __name__ == "__main__":
         case ["bytes"]:
             bytes_sent()
         case _:
+            print("| | " + " | ".join(NAMES) + " |")
+            print("|---" * 5 + "|")
             overhead()
             processes()
             communication()
