@@ -7,6 +7,7 @@ NumPy and with a compiled product, that reads and multiplies.
 Takes the medians of three runs, in turns. The file stays in the cache of the system.
 """
 
+import contextlib
 import os
 import runpy
 import statistics
@@ -27,7 +28,8 @@ import traceax as tx
 
 
 example = Path(__file__).parents[1] / "examples" / "heritability.py"
-names = runpy.run_path(str(example))
+with contextlib.redirect_stdout(sys.stderr):
+    names = runpy.run_path(str(example))
 n, m, folder = names["n"], names["m"], names["folder"]
 size, num_probes = m // 120, 16
 vectors = np.random.default_rng(1).standard_normal((n, num_probes)).astype(np.float32)
@@ -90,6 +92,7 @@ for _ in range(4):  # the first one compiles
         run()
         walls[name].append(time.perf_counter() - wall)
         cpus[name].append(time.process_time() - cpu)
+print("| one pass | CPU time | wall time |\n|---|---|---|")
 for name in runs:
     wall, cpu = statistics.median(walls[name][1:]), statistics.median(cpus[name][1:])
-    print(f"{name:32} {wall:6.2f} s, {cpu:6.2f} s of CPU")
+    print(f"| {name} | {cpu:.1f} s | {wall:.0f} s |")
