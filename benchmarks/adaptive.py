@@ -6,12 +6,12 @@ For each estimator, spectrum and relative tolerance, at confidence 95%:
 
 - `within`: how many of the keys that reached the tolerance have an error below it;
 - `products`: their mean;
-- `best fixed budget`: the smallest one, in rounds of 16 products, at which 95% of all keys
-  have an error below the tolerance.
+- `best fixed budget`: the smallest one, in rounds of 16 products, at which 95% of all
+  keys have an error below the tolerance.
 
 The rounds of a run do not depend on the tolerance, so one run with `history` has all of
-them; Hutch++ and Nystrom++, which plan for the tolerance, are run for each. Cases in which
-fewer than half of the keys reached it within n / 2 products are left out.
+them; Hutch++ and Nystrom++, which plan for the tolerance, are run for each. Cases in
+which fewer than half of the keys reached it within n / 2 products are left out.
 """
 
 import sys
