@@ -143,7 +143,7 @@ def coverage(figure: Figure, dark: bool) -> None:
 
 
 def time(figure: Figure, dark: bool) -> None:
-    axes = figure.subplots(2, 3, sharey=True).flat
+    axes = figure.subplots(2, 3, sharey=True).flatten()
     (dense,), (cheap,) = read("time").values()
     for name, panel in zip(LOOK, axes, strict=False):
         lines = {split(each)[0]: each for each in dense.rows if split(each)[1] == name}
@@ -158,6 +158,8 @@ def time(figure: Figure, dark: bool) -> None:
         panel.set_xlabel("n")
     for panel in axes[::3]:
         panel.set_ylabel("seconds")
+    for panel in axes:
+        panel.minorticks_off()
     legend(figure, estimators(dark) | packages(), 5)
 
 
@@ -167,7 +169,7 @@ def sizes(table: Table) -> list[float]:
 
 def draw_times(panel, table, base, lines, estimator, dark) -> None:
     """Of each package, as far as it was run."""
-    seconds = [numbers(cell)[0] for cell in table.rows[base]]
+    seconds, height = [numbers(cell)[0] for cell in table.rows[base]], 18
     for package, label in lines.items():
         ratios = [cell for cell in table.rows[label] if not cell.startswith("not run")]
         run = [numbers(ratio)[0] * s for ratio, s in zip(ratios, seconds, strict=False)]
@@ -176,8 +178,12 @@ def draw_times(panel, table, base, lines, estimator, dark) -> None:
             style = marker(package, style["color"]) | {"linestyle": "-", "linewidth": 0.6}
         panel.loglog(sizes(table)[: len(run)], run, **style)
         if len(run) < len(seconds):
-            memory = re.findall(r"\d+ MB", table.rows[label][len(run)])[0]
-            print(package, memory)
+            (memory,) = re.findall(r"(\d+) MB", table.rows[label][len(run)])
+            where = sizes(table)[len(run) - 1], run[-1]
+            text = f"{package}: {int(memory) / 1000:.0f} GB next"
+            offset = {"xytext": (-40, height), "textcoords": "offset points"}
+            panel.annotate(text, where, fontsize=8, va="center", **offset)
+            height -= 10
 
 
 SPLIT = "probes", "rows"
@@ -189,10 +195,17 @@ def in_mib(cell: str) -> float:
     return float(size) * UNITS[unit] / 2**20 or float("nan")
 
 
+def look_of_call(name: str, dark: bool) -> dict:
+    """That of its estimator; of an adaptive one, and of log-determinants, another."""
+    if "adaptive" in name:
+        return marker("matfree", "gray") | {"linestyle": ":"}
+    estimator = name.split(",")[0]
+    return look(estimator if estimator in LOOK else "Nystrom++", dark)
+
+
 def scaling(figure: Figure, dark: bool) -> None:
     found = {table.title.strip("*"): table for table in read("scaling")["scaling"]}
-    looks = [*estimators(dark).values(), marker("matfree", "gray") | {"linestyle": ":"}]
-    styles = dict(zip(found, looks, strict=False))
+    styles = {name: look_of_call(name, dark) for name in found}
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     for column, (split_by, (memory, sent)) in enumerate(zip(SPLIT, axes.T, strict=True)):
         for name, style in styles.items():
