@@ -112,7 +112,7 @@ class Reading(eqx.Module):
     samples: Inexact[Array, " m"] | None
     moments: Moments
     std_err: Real[Array, "*q"]
-    magnitude: Real[Array, "*q"]
+    magnitude: Real[Array, ""]
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
@@ -133,7 +133,8 @@ def read(
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
     seen = _rows(quantity, [(expansion.products, expansion.products)])
-    magnitude = jnp.sqrt(jnp.sum(seen.real, axis=0))
+    # A basis is accurate to the roundoff of its columns, whatever the size of an entry.
+    magnitude = jnp.sqrt(jnp.max(jnp.sum(seen.real, axis=0)))
     kept = samples if samples.ndim == 1 else None
     return Reading(kept, moments, std_err, magnitude)
 
