@@ -1,6 +1,8 @@
 import dataclasses
 from typing import ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
 
@@ -126,9 +128,16 @@ class SLQEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, square, operator, k, quantity)
 
         if isinstance(num_steps, AdaptiveSteps):
-            most = num_steps.max_steps
+            most, least = num_steps.max_steps, 1 if function.bracketed else 4
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            settings = krylov, operator, probe, function, bound, excess, execution
+            arrays, static = eqx.partition((function, bound), eqx.is_array)
+            constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
+
+            def look(flat, state, made):
+                form = krylov.read(flat, state, made, *constants, columns=1)
+                return excess(form.value, form.bracket, form.square)
+
+            settings = krylov, operator, probe, least, look, execution
             steps = spent = choose_steps(num_steps, *settings)
         else:
             most, steps, spent = num_steps, None, 0
