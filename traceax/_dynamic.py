@@ -64,7 +64,7 @@ class DynamicTrace(eqx.Module):
     The $\gamma$ with the least variance in the long run is estimated from the same
     products: $1 - \gamma = (1 - \sqrt{1 - \rho^2}) / \rho$ with $\rho = 2 \mathrm{Re}\,
     \langle A_t, A_{t-1} \rangle / (\|A_t\|_F^2 + \|A_{t-1}\|_F^2)$. Where the operator
-    jumps, it starts afresh by itself.
+    changes much at once, $\gamma$ is near 1, and the estimate starts afresh.
 
     !!! Example
 
@@ -170,12 +170,12 @@ class DynamicTrace(eqx.Module):
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
-        the value. `stats` has `"num_matvecs"`, and `"gamma"`, 0 where the last estimate
-        is built upon and 1 where it is thrown away.
+        the value. `stats` has `"num_matvecs"`, and `"gamma"`: 0 where the last estimate
+        is kept whole, and 1 where it is discarded.
 
         **Raises:**
 
-        - `TypeError`: `state` is not that of a solution; the operator is none of lineax.
+        - `TypeError`: `state` is not that of a solution; the operator is not of lineax.
         - `ValueError`: the operator for the new parameters has another structure than the
             one for the old ones, or is not square.
         - An `equinox` run-time error with `throw=True`: a product was not finite.

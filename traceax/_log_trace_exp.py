@@ -317,8 +317,8 @@ def log_trace_exp(
     """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator, however large
     $s A$ is: the logarithm of a partition function, or a smooth maximum of eigenvalues.
 
-    Nothing is exponentiated but differences to the largest exponent, so $s A$ may be of
-    any size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
+    Only differences from the largest exponent are exponentiated, so $s A$ may be of any
+    size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
     float32 where an eigenvalue of $s A$ is above 88.
 
     !!! Example
@@ -351,20 +351,21 @@ def log_trace_exp(
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
         10% of the trace.
-    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
-        n count as n. About $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$, and a few
-        more. Or [`traceax.AdaptiveSteps`][], as by default: as many as the first probe
-        needs for a quadrature error that is small beside the error that is aimed at.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
+        than n count as n. It takes somewhat more than
+        $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
+        [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
+        small beside the sampling error or the tolerance, found by one run more.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real `value`, the logarithm; at most `k * num_steps`
-    products, and those of one more probe where the steps are adaptive. `std_err` is in
-    the units of the logarithm: the distance down to the logarithm of the mean less its
-    standard error. It is infinite where that is not positive, since then the samples do
-    not tell the size of the trace from below. Where few eigenvalues count it does not
-    fall with n, and is about $\\sqrt{2/k}$ for a single one. The value is biased down by
+    products, and those of one probe more where the steps are adaptive. `std_err` is that
+    of the logarithm: with m the mean of the exponentials and s its standard error,
+    $\\log m - \\log(m - s)$. It is infinite where $m \\le s$, since then the samples
+    give no lower bound. Where a single eigenvalue outweighs the others it is about
+    $\\sqrt{2/k}$, whatever n is. The value is biased downward by
     about half the square of `std_err`.
 
     `stats` has `"samples"`, the logarithms of $z^* \\exp(s A) z$ for each probe, of whose

@@ -20,7 +20,8 @@ from jaxtyping import Array, Inexact, PyTree
 
 
 class AbstractQuantity(eqx.Module):
-    """A quantity that is the sum of what is read of pairs of vectors.
+    """A quantity of a matrix that is a sum over rank-one matrices `image left*`: `read`
+    computes the part of one pair of vectors.
 
     **Attributes:**
 

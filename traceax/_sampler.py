@@ -154,7 +154,20 @@ def draw_for(
     key: PRNGKeyArray | None,
     indices: Array,
 ) -> Inexact[Array, "n m"]:
-    """Probes that the operator's own dtypes hold exactly."""
+    """Draw probes for an operator, rounded to its coarsest dtype, so that they enter
+    products exactly.
+
+    **Arguments:**
+
+    - `operator`: a map of flat vectors of length n.
+    - `sampler`: distribution of the probes.
+    - `key`: a JAX PRNG key; `None` raises a `ValueError`.
+    - `indices`: which probes, an integer array of shape `(m,)`.
+
+    **Returns:**
+
+    An array of shape `(n, m)`. Its column for the index i depends on `key` and i alone.
+    """
     key = needed(key)
     dtype = probe_dtype(sampler, operator.dtype)
     probes = draw(sampler, key, indices, operator.size, dtype)

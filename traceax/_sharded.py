@@ -74,9 +74,9 @@ class Sharded(AbstractExecution):
     """Run on a mesh of devices, each with its own share of the probes.
 
     Each device applies the operator to `ceil(k / d)` probes, d the size of the axis, in
-    blocks as [`traceax.Local`][] does. The operator's arrays are on every device, unless
-    they are sharded over other axes of the mesh, and then they stay so. Answers do not
-    depend on the mesh, beyond rounding: probe `i` is always drawn from
+    blocks as [`traceax.Local`][] does. The operator's arrays are copied to every
+    device, except that arrays which are sharded over other axes of the mesh stay so.
+    Answers on different meshes differ by rounding alone: probe `i` is always drawn from
     `jax.random.fold_in(key, i)`.
 
     - Estimators with independent samples (Hutchinson, SLQ) communicate once for a value,

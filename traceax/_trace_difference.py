@@ -99,10 +99,10 @@ def trace_difference(
 ) -> Solution:
     r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
 
-    Each probe meets both operators, and the error bar is that of the mean of
-    $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is resolved,
-    where the operators are alike: how the log-determinant changes with a hyperparameter,
-    say. Where they are not, the bar is that of independent estimates.
+    The same probes are used with both operators, and the error bar is that of the mean
+    of $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is resolved
+    where the operators are similar, as for the change of a log-determinant with a
+    hyperparameter. Where they are not, the bar is that of independent estimates.
 
     For the difference of plain traces pass `A - B`, which is an operator, to
     [`traceax.trace`][].
@@ -133,19 +133,20 @@ def trace_difference(
         [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
     - `function`, `k`, `num_steps`, `key`, `execution`, `throw`: as for
         [`traceax.trace_of_function`][]. A tolerance is that of the difference.
-    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is one for both.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound for both.
     - `preconditioner`: P, as for [`traceax.logdet`][], where the function is
-        [`traceax.Log`][] and both operators are tagged. One for both, whose determinant
-        cancels: $\mathrm{tr} \log(P^{-1/2} A P^{-1/2}) -
-        \mathrm{tr} \log(P^{-1/2} B P^{-1/2})$. Make it from either.
+        [`traceax.Log`][] and both operators are tagged. One P, made from either operator,
+        serves both, and its determinant cancels:
+        $\mathrm{tr} \log(P^{-1/2} A P^{-1/2}) - \mathrm{tr} \log(P^{-1/2} B P^{-1/2})$.
 
     **Returns:**
 
-    A [`traceax.Solution`][], as that of `trace_of_function`. `stats["num_matvecs"]` are
-    the products with each of the two, and those that P was made from; `"samples"` and
-    `"sample_brackets"` are those of differences, and `"ritz_values"` those of the
-    operator, preconditioned, that is nearer to leaving the domain. Brackets of the two
-    add up, as if nothing were known of them together.
+    A [`traceax.Solution`][], as that of `trace_of_function`. `stats["num_matvecs"]` is
+    the number of products with each of the two, and of those that P was made from;
+    `"samples"` and `"sample_brackets"` are those of differences, and `"ritz_values"`
+    those of the operator, preconditioned, that is nearer to leaving the domain. The
+    widths of the two brackets add up, as if their quadrature errors were unrelated.
+    Memory: `2 num_steps` vectors of length n for each probe of a block.
 
     Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -
     \mathrm{tr}(f'(B)\, dB)$, from the same Lanczos runs and the same probes.

@@ -32,16 +32,17 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
        [`traceax.XNysDiagEstimator`][] or, from the same products,
        [`traceax.HutchinsonEstimator`][], whichever varies less;
     3. for any other operator [`traceax.XDiagEstimator`][] or
-       [`traceax.HutchinsonEstimator`][], from what the first half of the products, which
-       both need, tells of their variances. With `traceax.Adaptive`, always the former;
+       [`traceax.HutchinsonEstimator`][]: the first half of the products serves both, and
+       their variances decide. With `traceax.Adaptive`, always the former;
     4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
 
-    Where the eigenvalues are alike (a diagonally dominant matrix, say), a basis of `k`
-    vectors knows too little of the operator to pay, and plain signs are better.
+    Where the eigenvalues are of similar size (as of a diagonally dominant matrix), a
+    basis of `k` vectors captures too little of the operator, and plain signs are better.
 
-    The choice is made from the probes that are used. Where neither is much better, that
-    is a bias: of a tenth of the error where n is 20, of less where it is larger. For an
-    unbiased estimate, name the estimator.
+    The choice is made with the same probes as the estimate. Where both methods are about
+    equally good, this makes a bias: a tenth of the error where n is 20, less where n is
+    larger. For an unbiased estimate, name the estimator. Memory: the estimates of both
+    methods are held, 5 k to 9 k vectors of length n.
 
     !!! Example
 

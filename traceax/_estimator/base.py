@@ -57,8 +57,8 @@ class AbstractTraceEstimator(eqx.Module):
     **Attributes:**
 
     - `min_matvecs`: the smallest `k` that it works with.
-    - `quadratic`: whether it estimates norms by itself. For others that is done by the
-        operator $A A^*$.
+    - `quadratic`: whether it estimates norms by itself. Other estimators estimate norms
+        from the operator $A A^*$.
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
@@ -228,8 +228,8 @@ def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
 class AbstractStreamingEstimator(AbstractQuantityEstimator):
     """An estimator whose samples are independent, one from each probe.
 
-    Holds one block of probes of its `sampler` at a time, in the backward pass too, so k
-    may be anything.
+    It holds one block of probes of its `sampler` at a time, in the backward pass too,
+    so memory does not depend on `k`.
 
     !!! Example
 
@@ -272,9 +272,9 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         **Returns:**
 
         Vectors `left, image` of shape `(n,)`, `image` linear in the product, for which
-        `image left*` is the operator in the mean: whatever quantity is asked for is read
-        of them. Or a scalar of the dtype of `probe`, linear in the product, for the trace
-        alone. For norms, `image` must be the product itself.
+        the mean of `image left*` is the operator: every quantity is computed from them.
+        Or a scalar of the dtype of `probe`, linear in the product, for the trace alone.
+        For norms, `image` must be the product itself.
         """
 
     def measure(

@@ -17,7 +17,8 @@ from .sketch import AbstractSketchEstimator, Sketch
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
     """A sketch estimator that can add probes in rounds, in buffers for the largest
-    budget, until [`traceax.Adaptive`][] has enough. A fixed budget is one round.
+    budget, until the tolerance of [`traceax.Adaptive`][] is met. A fixed budget is one
+    round.
 
     !!! Example
 
@@ -174,7 +175,18 @@ def by_round(
     right: Sequence[Inexact[Array, "n _"]],
     num_rounds: int,
 ) -> tuple[Array, Array]:
-    """A frame in the order of the rounds, from arrays that each have that order."""
+    """Join the parts of a frame so that columns of the same round are neighbours.
+
+    **Arguments:**
+
+    - `left`, `right`: parts of L and of R, arrays with n rows whose columns are in the
+        order of the rounds.
+    - `num_rounds`: the number of rounds, which divides the number of columns of each.
+
+    **Returns:**
+
+    L and R, each with the columns of all parts.
+    """
 
     def join(parts):
         blocks = [part.reshape(len(part), num_rounds, -1) for part in parts]

@@ -23,10 +23,11 @@ Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
 
 
 class AbstractExpansion(eqx.Module):
-    """m estimates of an operator.
+    """m estimates of an operator, as sums of pairs `left, image`: arrays of shape
+    `(r, n)`, which stand for the sum over their rows of `image left*`.
 
     - `shared`: a pair that all estimates have in common.
-    - `shift`: a multiple of the identity that they have in common too.
+    - `shift`: a multiple of the identity that they have in common, too.
     - `products`: an array of shape `(p, n)` whose columns have about the norms of the
         rows of the operator, or of the part of them that was seen.
     """
@@ -48,7 +49,8 @@ class AbstractExpansion(eqx.Module):
 
 
 class Independent(AbstractExpansion):
-    """`own_pair` has what is sampled of a remainder, by independent probes."""
+    """Estimates that are independent given what they share: row j of the pair `own_pair`
+    is the sample of the remainder by probe j."""
 
     shared: Pair
     own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
@@ -65,12 +67,12 @@ class Independent(AbstractExpansion):
 
 
 class AbstractLeaveOneOut(AbstractExpansion):
-    """Estimates with a common basis, each without its own probe."""
+    """Estimates that share a basis, each with its own probe left out of it."""
 
     @abc.abstractmethod
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
-        """Pairs for what estimate j changes by where probe `other[j]` is left out of it
-        as well as its own."""
+        """Pairs for the change of estimate j when probe `other[j]` is left out of it, too,
+        row j of each for estimate j."""
 
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None

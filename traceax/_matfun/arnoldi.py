@@ -20,13 +20,16 @@ class Arnoldi(AbstractKrylovMethod):
     step, and each new basis vector is orthogonalised against all others.
 
     With `num_steps` steps it is exact for polynomials of degree up to `num_steps`, half
-    of what Lanczos reaches. Values are real where the operator is, and complex where
-    that is; for a function that is not real on real numbers give an operator of complex
+    of what Lanczos reaches. Values are real for a real operator and complex for a complex
+    one; for a function that is not real on real numbers give an operator of complex
     dtype.
 
-    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate: the
-    value and to each side twice the change by one step less, or by one more that is made
-    up as if the operator were Hermitian, whichever is larger.
+    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate:
+    around the value, to each side, twice the change by one step less, or by one step more
+    that is extrapolated as if the operator were Hermitian, whichever is larger.
+
+    Cost: `num_steps` products for each probe, `O(n num_steps^2)` operations, and
+    `num_steps` vectors of length n.
 
     !!! Example
 

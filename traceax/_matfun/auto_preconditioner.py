@@ -27,17 +27,17 @@ class AutoPreconditioner(AbstractPreconditioning):
     r"""A Nystrom preconditioner whose rank the data choose: pass it as `preconditioner`
     to [`traceax.logdet`][].
 
-    The approximation grows by 8 products at a time. Each block of them makes it, and
-    tests what there was before: its probes $P^{-1/2} z$ tell $(M - I) z$ for $M =
-    P^{-1/2} A P^{-1/2}$, and so the variance of $z^* \log(M) z$ and the steps that it
-    takes. It ends when another block is not expected to save as many products as it
-    costs, for the tolerance of an adaptive `k`, or for the error that `k` probes would
-    have; and not before it has cost a fifth of the products that are expected in all.
-    `stats["num_matvecs"]` counts it.
+    The approximation grows by 8 products at a time. Each block of products makes the
+    approximation larger, and tests the one before it: products with the probes
+    $P^{-1/2} z$ give $(M - I) z$ for $M = P^{-1/2} A P^{-1/2}$, and so estimates of the
+    variance of $z^* \log(M) z$ and of the number of steps. Growth ends when another block
+    is not expected to save as many products as it costs, for the tolerance of an adaptive
+    `k`, or for the error that `k` probes would have; but not before a fifth of all
+    expected products have been spent on it. `stats["num_matvecs"]` counts them.
 
-    One compiled program serves all ranks up to `max_rank`. It has room for `2 max_rank`
-    vectors, and makes eigenvalues of matrices of that size for each block. A derivative
-    takes `max_rank` products with that of the operator.
+    One compiled program serves all ranks up to `max_rank`. It holds `2 max_rank` vectors
+    of length n, and computes eigenvalues of matrices of that size for each block. A
+    derivative takes `max_rank` products with the derivative of the operator.
 
     !!! Example
 
@@ -62,10 +62,10 @@ class AutoPreconditioner(AbstractPreconditioning):
 
     **Attributes:**
 
-    - `shift`: a positive number that is not above the smallest eigenvalue, or little:
-        the noise variance of a Gaussian process, a ridge, a jitter. It may be traced and
-        differentiated. Where none is known, [`traceax.nystrom_preconditioner`][]
-        estimates one for a given rank.
+    - `shift`: a positive number that is not above the smallest eigenvalue, or only a
+        little: the noise variance of a Gaussian process, a ridge, a jitter. It may be
+        traced and differentiated. Where none is known,
+        [`traceax.nystrom_preconditioner`][] estimates one for a given rank.
     - `max_rank`: the largest rank, a Python integer; more than n counts as n.
 
     ??? cite

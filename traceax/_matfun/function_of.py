@@ -232,12 +232,12 @@ def function_of(
     `num_steps` products with `operator`, and as many vectors of memory.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
-    linear only to that accuracy. Derivatives with respect to the vector, the arrays of
-    `operator` and those of `function` work, first ones: others raise
-    `NotImplementedError`. One in the operator is made of the Ritz vectors: in reverse
-    mode of one more run and `num_steps` products with the derivative of the operator, in
-    forward mode of `num_steps` more runs. A product is NaN where a Ritz value is outside
-    the domain, beyond rounding.
+    linear only to that accuracy. First derivatives with respect to the vector, the
+    arrays of `operator` and those of `function` work; higher ones raise
+    `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
+    in reverse mode by one more run and `num_steps` products with the derivative of the
+    operator, in forward mode by `num_steps` more runs. A product is NaN where a Ritz
+    value is outside the domain, beyond rounding.
 
     **Raises:**
 

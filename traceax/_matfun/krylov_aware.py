@@ -57,14 +57,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     product. The other `k - 2 b` probes, less their part in $Q$, estimate the rest with
     `num_steps` steps each.
 
-    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`, and `num_steps` more
-    columns of each of the b vectors are deflated, at the price of b probes, as long as
-    that saves more probes than it costs, but for no more than half of `max_k`. Then
-    probes are added in rounds. Small rounds, of 4 or 8, serve it best.
+    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`. Then `num_steps` further
+    columns for each of the b vectors are deflated, at the price of b probes, as long as
+    that saves more probes than it costs, and for no more than half of `max_k`. After that
+    probes are added in rounds. Rounds of 4 or 8 suit it best.
 
-    Pays off where a few well separated eigenvalues, which a Krylov space finds quickly,
-    carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
-    decaying spectrum. On a dense spectrum it has half of the probes for nothing.
+    It pays off where a few well separated eigenvalues, which a Krylov space finds
+    quickly, carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
+    decaying spectrum. On a flat spectrum half of the probes are spent without gain.
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
     operations. Memory: `k * num_steps / 2` vectors of length n (with `Adaptive` of

@@ -65,9 +65,10 @@ class Preconditioned(AbstractFunctionEstimator):
 
     **Attributes:**
 
-    - `estimator`: of the other part. What it knows of the spectrum is of that of A.
+    - `estimator`: estimates the second part. Its `lower_bound` is a bound for A.
     - `preconditioner`: P, of the size of the operator; for a negative semidefinite
-        operator of its negative. Or [`traceax.AutoPreconditioner`][], which makes one.
+        operator, a preconditioner of its negative. Or [`traceax.AutoPreconditioner`][],
+        which makes one.
     """
 
     estimator: AbstractFunctionEstimator

@@ -170,8 +170,9 @@ class AbstractPreconditioner(AbstractPreconditioning):
         probes: Inexact[Array, "n k"],
         execution: AbstractExecution,
     ) -> Real[Array, ""]:
-        """The estimate, with a derivative added whose mean is zero, to cancel sampling
-        error: what is known of the derivative of $\\log\\det P$ in that of A.
+        """The estimate, with a derivative added whose mean is zero: a control variate,
+        made of the derivative of $\\log\\det P$ in that of A, which cancels sampling
+        error.
 
         **Arguments:**
 
@@ -211,8 +212,9 @@ class Preconditioner(AbstractPreconditioner):
     for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
 
     Made by [`traceax.nystrom_preconditioner`][] and
-    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, but that a
-    differentiable `shift` lowers the variance of the gradient of a log-determinant.
+    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, except
+    that a differentiable `shift` lowers the variance of the gradient of a
+    log-determinant.
 
     !!! Example
 

@@ -15,17 +15,17 @@ from .krylov import AbstractKrylovMethod
 
 
 class AdaptiveSteps(eqx.Module):
-    r"""As many steps of the Krylov method as the data ask for: pass it as `num_steps`.
+    r"""A number of Krylov steps that is chosen from the data: pass it as `num_steps`.
 
-    The first probe is run until half of its bracket is at most `share` of the error that
-    is aimed at: the tolerance of an adaptive budget, or the standard error of a mean over
-    `k` probes, $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as far as that
-    probe tells it. All probes then make as many steps. So products go where the error
-    is, and `stats["num_steps"]` says how many steps that were.
+    A first run, from the first probe, goes on until half the width of its bracket is at
+    most `share` of a target. The target is the tolerance of an adaptive budget, or else
+    the standard error of a mean over `k` probes,
+    $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as that probe estimates
+    it. All probes then make as many steps, `stats["num_steps"]`. The first run costs as
+    many products again as one probe.
 
-    One compiled program serves all numbers of steps up to `max_steps`. It has room for so
-    many, and its small factorisations are of that size: each costs `max_steps**3`
-    operations for each probe.
+    One compiled program serves all numbers of steps up to `max_steps`. Its buffers and
+    its small factorisations have that size: `max_steps**3` operations for each probe.
 
     !!! Example
 
@@ -48,7 +48,8 @@ class AdaptiveSteps(eqx.Module):
     - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
         If the bracket is still too wide for the tolerance of an adaptive budget after so
         many, the call ends as `RESULTS.max_steps_reached`.
-    - `share`: of the error that is aimed at, a real number.
+    - `share`: the fraction of the target that the quadrature error may be, a real
+        number.
     """
 
     max_steps: int = eqx.field(static=True, default=64)

@@ -160,9 +160,9 @@ def hessian(
         `(images, labels)` of shapes `(batches, examples, ...)`. Each product runs
         through all of them, with the memory of `at_once` batches, in derivatives of any
         order too. The default, `None`, is for an `f` of `x` alone.
-    - `at_once`: how many batches are taken side by side; a divisor of their number. It
-        is the number of devices, where the leading axis is split over some: each then
-        has batches of its own, and a product is one all-reduce.
+    - `at_once`: how many batches are processed at the same time; a divisor of their
+        number. Where the leading axis is split over devices, pass the number of
+        devices: each then works on its own batches, and a product is one all-reduce.
 
     **Returns:**
 
