@@ -120,7 +120,8 @@ class _DiagonalOfFunction(AbstractTask):
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
         pilot, extremes, truncated, rounding = product.look(jax.lax.stop_gradient(probe))
         in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
-        # A product that saw more than this one did is NaN.
+        # A product of the estimate is NaN if it met an eigenvalue outside the domain that
+        # this probe did not.
         lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)

@@ -209,9 +209,9 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     products, scale = normalise(jnp.concatenate(products, axis=1))
     before, after = jnp.split(products, 2, axis=1)
     # NOTE: the paper takes gamma from the same probes and from the variance carried
-    # along. Both go with the error, and over many updates the bias adds up. We take the
-    # gamma of the steady state, for each half of the probes from the other half: then T
-    # is unbiased.
+    # along. Both are correlated with the error, and over many updates the bias adds up.
+    # We take the gamma of the steady state, for each half of the probes from the other
+    # half, so that T is unbiased.
     norms = _mean_of_others(jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0))
     cross = 2 * _mean_of_others(jnp.sum((before.conj() * after).real, axis=0))
     ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)

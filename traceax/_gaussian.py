@@ -52,10 +52,11 @@ def _solved(
 ) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
     """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
-    # The tolerances of a solver are beside one.
+    # The absolute tolerance of a solver is meant for a right-hand side of size one.
     unit = jnp.sqrt(jnp.mean(residual**2))
     unit = jnp.where(unit > 0, unit, 1)
-    # `lineax.CG` breaks down where an eigenvalue, preconditioned, is much below one.
+    # `lineax.CG` breaks down where an eigenvalue of the preconditioned operator is much
+    # below one.
     smallest = jnp.where(smallest > 0, smallest, 1)
 
     def inverse(x):
@@ -108,7 +109,8 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         constant = flat.size * math.log(2 * math.pi)
         return -(quadratic + log_det + constant) / 2
 
-    # In exact arithmetic conjugate gradients leave nothing along the solution.
+    # In exact arithmetic the residual of conjugate gradients is orthogonal to the
+    # solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     rounding = jnp.hypot(rounding, _dot(found, left_over))
     size = jnp.sqrt(_dot(frozen, frozen))
@@ -280,7 +282,8 @@ def gaussian_log_prob(
     if solver is None:
         tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
         limit = 10 * operator.in_size()
-        # Without extra products: the true residual is known in the end.
+        # Without extra products to refresh the residual: the true one is computed at the
+        # end.
         solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
     if not isinstance(solver, lx.AbstractLinearSolver):
         raise TypeError(

@@ -183,7 +183,8 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
 
     tangent = tangents[1]
     if tangent is not None and not frame.linear:
-        # A factor, not the tangent itself: reverse mode drops a rule linear in that.
+        # The refusal is put into a factor, not around the tangent: reverse mode would
+        # drop a rule that is linear in the tangent.
         tangent = tangent * _refuse_second(operator, jnp.ones_like(tangent))
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
         _, along = eqx.filter_jvp(contract, (operator,), (tangents[0],))
@@ -217,7 +218,8 @@ def _with_surrogate_rule(primals, tangents) -> Any:
 def read_by(
     quantity: AbstractQuantity,
 ) -> Callable[[FlatOperator, tuple[Array, Array]], Array]:
-    """What the quantity reads of columns of a frame."""
+    """A function that computes the part of the quantity from one pair of columns of a
+    frame."""
 
     @eqx.filter_checkpoint
     def read(operator, columns):

@@ -65,8 +65,8 @@ class _LogMoments(eqx.Module):
         return self.shift + jnp.log(self.scaled.mean)
 
     def std_err(self) -> Real[Array, ""]:
-        """How far below that the logarithm of the mean less its standard error is. To
-        first order this is the relative error; infinite where that is 1."""
+        """`log(m) - log(m - s)` for the mean m and its standard error s. To first order
+        this is the relative error s / m; it is infinite where that is 1 or more."""
         relative = self.scaled.std_err() / self.scaled.mean
         known = relative < 1
         return jnp.where(known, -jnp.log1p(-jnp.where(known, relative, 0)), jnp.inf)
@@ -117,7 +117,8 @@ class _Run(eqx.Module):
         )
         before, *_ = gauss(alpha, jnp.where(index[:-1] == run.last - 1, 0, beta))
         error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
-        # Shifted again: what is left of the largest exponent may be below its roundoff.
+        # Shifted again, since the difference from the largest exponent may be below its
+        # roundoff.
         weights = vectors[0] ** 2
         exponents = jnp.where(weights > 0, scale * nodes, -jnp.inf)
         shares = jnp.exp(exponents - jnp.max(exponents))

@@ -175,7 +175,8 @@ def draw_for(
 
 
 def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
-    """Whether probes are resphered; None does where it can be done."""
+    """Whether probes are resphered; with None they are where the sampler is rotation
+    invariant."""
     return sampler.rotation_invariant if improved is None else improved
 
 
@@ -199,8 +200,8 @@ def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
 
 def _drawn(n: int) -> int:
     """How many numbers to draw where `n` are used. The first ones of a longer draw are
-    the same. XLA:CPU unrolls loops of a length such as 10 and takes seconds to compile
-    them; multiples of 16 it makes vectors of."""
+    the same. XLA:CPU unrolls loops of a length such as 10, which takes seconds to
+    compile; loops over multiples of 16 it vectorises."""
     return -(-n // 16) * 16
 
 

@@ -63,7 +63,8 @@ class _Schatten(AbstractFunctionTask):
         return self._checked(flat, estimate)
 
     def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
-        """With what underflows infinite, and no derivative where there is none."""
+        """The estimate, infinite where it underflowed, and with a derivative of NaN where
+        the norm has none."""
         smallest, largest = estimate.extra["ritz_values"]
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
@@ -75,14 +76,15 @@ class _Schatten(AbstractFunctionTask):
 
 @jax.custom_jvp
 def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Array, ""]:
-    """`value`, whose derivative is NaN `where` told."""
+    """`value`, with a derivative of NaN `where` this is true."""
     return value
 
 
 @_undifferentiable.defjvp
 def _undifferentiable_rule(primals, tangents):
     value, where = primals
-    # A factor: in reverse mode the choice of a constant would be one of no derivative.
+    # NaN is put into a factor: in reverse mode a constant in its place would have no
+    # derivative.
     return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 

@@ -86,13 +86,14 @@ def _choose(operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimat
     return _XDiagOrSigns() if k >= XDiagEstimator.min_matvecs else HutchinsonEstimator()
 
 
-# How much smaller the variances must be than those of signs for as many products. The
-# estimates that share a basis are correlated, which their variances do not show.
+# The basis is taken if its variances are below this fraction of those of signs, for as
+# many products. Estimates that share a basis are correlated, which their variances do not
+# show.
 _GAIN = 0.85
 
 
 class _XNysDiagOrSigns(XNysDiagEstimator):
-    """The products of both are those of the probes."""
+    """XNysDiag or signs, from the same products: those of the probes."""
 
     def sketch(
         self,
@@ -127,7 +128,8 @@ class _XNysDiagOrSigns(XNysDiagEstimator):
 
 
 class _XDiagOrSigns(XDiagEstimator):
-    """Half of the products are those of the probes for both."""
+    """XDiag or signs: the first half of the products, those of the probes, serves
+    both."""
 
     def num_probes(self, k: int) -> int:
         return k // 2 * 2
@@ -163,7 +165,7 @@ class _XDiagOrSigns(XDiagEstimator):
 
 
 def _half(matmat: Callable[..., Array]) -> Callable[..., Array]:
-    """Without the products with the adjoint, which are zero."""
+    """`matmat`, with zeros in the place of products with the adjoint."""
 
     def forward(x, adjoint=False):
         return jnp.zeros_like(x) if adjoint else matmat(x)
@@ -196,8 +198,8 @@ def _or_signs(
     frame: tuple[Inexact[Array, "n q"], Inexact[Array, "n q"]],
     valid: Bool[Array, " p"] | None,
 ) -> Sketch:
-    """The sketch or, where it is `flat`, one of `signs` and the products with them, with
-    their frame."""
+    """The sketch or, where the spectrum is `flat`, one made from `signs` and the products
+    with them, with their frame."""
     expansion, p = _one_sided(sketch), len(signs)
     left, image = expansion.shared
 

@@ -150,7 +150,7 @@ class AbstractQuantityEstimator(AbstractTraceEstimator):
 
         **Arguments:**
 
-        - `quantity`: what to read of the estimates of the operator.
+        - `quantity`: what to estimate.
         - the others: as for `run`.
 
         **Returns:**
@@ -168,7 +168,7 @@ class Measurement(AbstractTask):
 
     @property
     def direct(self) -> bool:
-        """Whether products are with the operator, and not with its Gram operator."""
+        """Whether the estimator is applied to the operator itself, and not to `A A*`."""
         return self.quantity.linear or self.estimator.quadratic
 
     @property
@@ -220,8 +220,9 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
 
 
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
-    """Whether samples are quadratic forms of what varies, so that error bars have to be
-    wider; entries are not if their probes have only a sign or a phase."""
+    """Whether samples are skewed, as quadratic forms of the probes are, so that error
+    bars have to be wider. Entries of a diagonal are not if all entries of the probes have
+    modulus one."""
     return not (quantity.entrywise and sampler.unit_modulus)
 
 

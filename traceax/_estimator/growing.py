@@ -93,7 +93,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         - `probes`: shape `(n, b)`, those of this round.
         - `state`: what the rounds before it left.
         - `rounds`: the number of those, a traced integer.
-        - `eps`: the unit roundoff of the products.
+        - `eps`: the machine epsilon of the products.
         - `k`: the budget.
 
         **Returns:**
@@ -134,7 +134,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             where = lambda x: getattr(x, field)  # noqa: E731
             return eqx.tree_at(where, sketch, None, is_leaf=lambda x: x is None)
 
-        # Traced once, for the loop and for what is read after it.
+        # Traced once, for the loop and for the answer after it.
         @eqx.filter_jit
         def assess(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
@@ -145,7 +145,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             assessment = Assessment(k.size(value), k.size(std_err), count)
             return without(sketch, "expansion"), seen, assessment
 
-        # What is only for derivatives, or read already, is not kept in the loop.
+        # The loop does not carry what is only for derivatives or was used already.
         def kept(state, rounds):
             sketch, seen, assessment = assess(state, rounds)
             small = without(sketch, "frame")

@@ -156,7 +156,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             gain = 2 * jnp.sum(jnp.abs(images) ** 2) + own
             gain = gain - 2 * jnp.sum(jnp.abs(inside) ** 2)
             pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
-            # Against the products of one more block.
+            # Compared with the products of one more block.
             saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(

@@ -143,7 +143,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             with `adjoint=True` its adjoint; to at most `k` columns in all.
         - `probes`: shape `(n, m)`, random columns of the `sampler`.
         - `k`: the budget of products.
-        - `eps`: the unit roundoff of the products.
+        - `eps`: the machine epsilon of the products.
 
         **Returns:**
 

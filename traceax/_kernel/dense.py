@@ -106,9 +106,10 @@ def eig(
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Inexact[Array, "m m"]]:
     """Eigenvalues of any square matrix, eigenvectors and their inverse; always complex.
 
-    Of a matrix that is defective, or nearly so, they would have no correct digit. There
-    they are those of one at a random distance of the root of the roundoff, which has half
-    of them (Davies, SIAM J. Matrix Anal. Appl. 29, 2008). There is none on a TPU.
+    For a matrix that is defective, or nearly so, they would have no correct digit. There
+    a random perturbation of the size of the root of the machine epsilon is added first,
+    which leaves half of the digits correct (Davies, SIAM J. Matrix Anal. Appl. 29, 2008).
+    JAX has no such routine for TPUs.
     """
     x, scale = normalise(x)
     values, vectors, inverse = _eig(x)
@@ -145,7 +146,7 @@ def _gram_qr(x: Array) -> tuple[Array, Array]:
     lengths = jnp.zeros(x.shape[1], jnp.finfo(x.dtype).dtype)
     for _ in range(4):
         q, r, lengths = _whiten(q, r)
-    # Of length 1 before the last round, or rounding errors that are not orthogonal.
+    # Columns have length 1 before the last round, except those that are rounding errors.
     return jnp.where(lengths > 0.5, q, 0), r
 
 

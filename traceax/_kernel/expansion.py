@@ -71,8 +71,8 @@ class AbstractLeaveOneOut(AbstractExpansion):
 
     @abc.abstractmethod
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
-        """Pairs for the change of estimate j when probe `other[j]` is left out of it, too,
-        row j of each for estimate j."""
+        """Pairs whose rows j are the change of estimate j when probe `other[j]` is left
+        out of it, too."""
 
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
@@ -87,7 +87,7 @@ class AbstractLeaveOneOut(AbstractExpansion):
             ahead, behind = (index + distance) % around, (index - distance) % around
             ours = _rows(quantity, self.changes(ahead))
             product = ours * _rows(quantity, self.changes(behind))[ahead].conj()
-            # Opposite ones are met twice.
+            # Pairs at opposite points of the circle are met twice.
             weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
             return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
 
@@ -97,14 +97,14 @@ class AbstractLeaveOneOut(AbstractExpansion):
 
 
 def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
-    """What is read of each row of the pairs together."""
+    """The sum over the pairs of the quantity of each row."""
     return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
 
 
 class Reading(eqx.Module):
-    """A quantity, read of several estimates of an operator.
+    """The estimates of a quantity from several estimates of an operator, and their error.
 
-    - `samples`: that of each, if it is a scalar.
+    - `samples`: the quantity of each estimate, if it is a scalar.
     - `moments`: of the samples.
     - `std_err`: the standard error of their mean.
     - `magnitude`: what rounding errors are relative to.
@@ -142,9 +142,9 @@ def read(
 
 
 def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
-    """With less noise: that of an entry alone is noisy, and the correlation pooled over
-    all entries is wrong where they differ. The pooled one, or if it is larger the mean
-    of both, holds for each entry; for a single entry it is the entry's own."""
+    """A covariance with less noise. That of an entry alone is noisy, and the correlation
+    pooled over all entries is wrong where entries differ. So this is the pooled one or,
+    if larger, the mean of both; for a single entry it is the entry's own."""
     variance = moments.count * moments.independent_std_err**2
     variance = jnp.where(moments.count > 1, variance, 0)
     covariance = jnp.asarray(covariance, variance.dtype)
@@ -193,7 +193,7 @@ class OneSided(AbstractLeaveOneOut):
             return super().covariance(quantity, valid)
         g, det = self.gram, Pairs.of(self.gram).det
         known = jnp.ones(len(g), bool) if valid is None else valid
-        # Directions that are nearly the same would cancel all digits below.
+        # Of directions that are nearly the same all digits would cancel below.
         used = two(known) & (det > jnp.finfo(det.dtype).eps ** 0.25)
         w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
         # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +

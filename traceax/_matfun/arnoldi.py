@@ -98,7 +98,8 @@ class Arnoldi(AbstractKrylovMethod):
         with jax.default_matmul_precision("highest"):
             matrix = _fill(run.matrix, run.basis, function)
             shorter = matrix.at[last, last - 1].set(0) if len(matrix) > 1 else matrix
-            # What rounding makes of it; transposed, since the eigenvectors are others.
+            # The effect of rounding: the same with perturbed entries, and transposed,
+            # since then the eigenvectors have other errors.
             again = rounded(matrix, operator.eps).T
             each, slopes = jax.vmap(function.of_matrix)(
                 jnp.stack([matrix, shorter, again])
@@ -111,7 +112,7 @@ class Arnoldi(AbstractKrylovMethod):
         value, before, again = each[:, 0, 0]
         change = jnp.abs(jnp.stack([before, longer[0, 0]]) - value)
         change = jnp.max(jnp.where(jnp.isnan(change), jnp.inf, change))
-        # Besides, terms may cancel.
+        # Terms may also cancel.
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
         square = run.norm**2

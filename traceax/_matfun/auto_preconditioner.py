@@ -19,7 +19,8 @@ from .steps import AdaptiveSteps
 
 
 _BLOCK = 8
-# Of the probes drawn from one key, where those of the preconditioner begin.
+# The index at which the probes of the preconditioner begin, among all that are drawn from
+# one key.
 _FIRST = 2**30
 
 
@@ -134,7 +135,8 @@ class AutoPreconditioner(AbstractPreconditioning):
             first = jnp.sum((z.conj() * rest).real) / block
             second = jnp.sum(jnp.abs(rest) ** 2) / block
             now = jnp.stack([jnp.abs(first), second])
-            # Of the next two, if it goes on like this, or for the first one half as well.
+            # This block tests the approximation without it. So its own effect is taken to
+            # be a fall by the root of the last rate, and that of the next by the rate.
             rate = jnp.where(now < before, now / before, 1)
             expected = now * jnp.sqrt(rate)
             known = n * jnp.log(shift) + log_ratio
@@ -144,7 +146,8 @@ class AutoPreconditioner(AbstractPreconditioning):
             blocks = blocks + 1
             pays = (following - later > block) | (following > 4 * block * blocks)
             room = blocks < rank // block
-            # The mean eigenvalue of M is 1 or more, or the shift was not below A.
+            # The mean eigenvalue of M is at least 1, unless the shift is above
+            # eigenvalues of A.
             above = first > -n * eps**0.5
             return grown, blocks, now, above, room & (pays | (blocks == 1))
 
@@ -163,7 +166,7 @@ class AutoPreconditioner(AbstractPreconditioning):
             made = blocks * block
             structure = jax.ShapeDtypeStruct((n,), flat.dtype)
             parts = flat, grown.basis, products, self.shift, structure, made
-            # 1, but for rounding.
+            # 1, up to rounding.
             least = jnp.where(above, jnp.asarray(0.5, real), 0)
             return assemble(*parts, least)
 
@@ -187,7 +190,8 @@ def _inverse_root(
 
     def half(x: Inexact[Array, "n b"]) -> Inexact[Array, "n b"]:
         part = r.conj().T @ (q.conj().T @ x) + ridge * (basis.conj().T @ x)
-        # One by one: the whitener may be large, and their product then has no digit.
+        # Applied one after the other: the whitener may be large, and a product of the two
+        # would then have no correct digit.
         part = whitener.conj().T @ (scaled @ (vectors.conj().T @ (whitener @ part)))
         return x - q @ (r @ part) - ridge * (basis @ part)
 
@@ -203,9 +207,10 @@ def _forecast(
 ) -> tuple[Real[Array, ""], Real[Array, ""]]:
     """How many products the probes will take, and the variance of one.
 
-    `moments` are `tr(M - I)` and `||M - I||_F^2`, and `known` is `log det P`. A number k
-    of probes counts for as many as give the accuracy that k have with the variance
-    `reference`. As P is below A, M is above I, and to these moments the Gauss-Radau rule
+    `moments` are `tr(M - I)` and `||M - I||_F^2`, and `known` is `log det P`. For a fixed
+    number k, it is the number of probes that reaches the accuracy which k probes have
+    with the variance `reference`.
+    As P is below A, M is above I, and to these moments the Gauss-Radau rule
     for the spectrum of M has `weight` eigenvalues `1 + t`, the others 1.
     """
     first, second = moments

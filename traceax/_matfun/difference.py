@@ -21,8 +21,8 @@ class _Part(eqx.Module):
 
 
 def unstack(operator: FlatOperator) -> list[FlatOperator]:
-    """A and B, of which `operator` is one above the other. Of the products of both the
-    compiler leaves out the one that is not asked for."""
+    """A and B, from the `operator` that stacks them. Each makes the products of both, and
+    the compiler leaves out the one that is not used."""
     fns = _Part(operator.fn, 0), _Part(operator.fn, 1)
     return [dataclasses.replace(operator, fn=fn) for fn in fns]
 
@@ -95,7 +95,7 @@ class Difference(AbstractKrylovMethod):
         left = [jnp.append(a.left, above, axis=1), jnp.append(below, -b.left, axis=1)]
         return QuadraticForm(
             value=a.value - b.value,
-            # The least that `|f(A) z - f(B) z|^2` can be.
+            # The smallest possible value of `|f(A) z - f(B) z|^2`.
             square=(jnp.sqrt(a.square) - jnp.sqrt(b.square)) ** 2,
             left=jnp.concatenate(left),
             right=jnp.concatenate([a.right, b.right]),

@@ -342,13 +342,13 @@ class Preconditioner(AbstractPreconditioner):
         return attach(operator, value, frame, execution=execution)
 
     def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
-        """Vectors x of which `x* dP x` sums to what is asked of `P^(-1/2) z`.
+        """The vectors x over which the control variate sums `x* dP x`, from a probe z.
 
         `M = P^(-1/2) A P^(-1/2)` is the identity on the range of `P^(1/2) Q`. For a pair
         of eigenvectors, one in it and one outside, the derivative of `z* log(M) z` has
         the weight `log(m) / (m - 1)` with the other's eigenvalue m, and `z* K z` of
-        `K = P^(-1/2) dP P^(-1/2)` has 1. So that coupling, of mean zero, is taken with
-        the weight for the largest m that there should be.
+        `K = P^(-1/2) dP P^(-1/2)` has 1. So the coupling of the two, which has mean zero,
+        gets the weight for the largest m that is expected.
         """
         last = self.values[self.num_matvecs - 1]
         smallest = last / jax.lax.stop_gradient(self.shift)

@@ -87,8 +87,8 @@ def excess_of_bracket(
     k: int | Adaptive,
     quantity: AbstractQuantity,
 ) -> Real[Array, ""]:
-    """Half of a bracket, beyond rounding, over the error that is aimed at: the tolerance,
-    or the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
+    """Half the width of a bracket, beyond rounding, over the target: the tolerance, or
+    the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
     rounding = operator.rounding * jnp.abs(value)
     if isinstance(k, Adaptive):
         ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
@@ -122,8 +122,8 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """How many steps this probe takes until the excess that `look(operator, state,
-    steps)` finds is small enough. It looks after 4 steps, and whenever there are a third
-    more; if `least` is below 4, from that many on."""
+    steps)` finds is small enough. It looks after 4 steps, and each time their number has
+    grown by a third; if `least` is below 4, from that many on."""
     most = adaptive.max_steps
 
     def run(flat, probe):

@@ -65,8 +65,8 @@ class _DataGram(eqx.Module):
             return self._sum(lambda x, _: x @ half, zeros) / m
 
     def _sum(self, fn: Callable[[Array, Array], Array], total: Array) -> Array:
-        """The sum of `fn(x, first)` over all chunks `x`, one pass over the data. What is
-        shorter than the total is added to it from `first` on."""
+        """The sum of `fn(x, first)` over all chunks `x`, one pass over the data. A result
+        that is shorter than the total is added to it from the index `first` on."""
 
         # Chunks are kept neither forward nor in reverse.
         @ft.partial(jax.checkpoint, prevent_cse=False)
@@ -136,9 +136,9 @@ def _columns(chunks: _Chunks) -> _Columns:
 def _of_rows(
     x: Shaped[Array, "a b"], new: Bool[Array, " a"], store: AbstractStorage
 ) -> _Columns:
-    """Of the rows that are new. It is their differences from one row that are summed, so
-    that constant columns are found to be constant; which row, and which unit, changes
-    only how results are rounded."""
+    """Statistics of the rows that are new. Differences from one row are summed, so that
+    constant columns are found to be constant; the choice of the row and of the unit only
+    affects rounding."""
     axis = int(store.by_columns)
     x = x.T if store.by_columns else x  # as it lies in memory
     new = jnp.expand_dims(new, 1 - axis)
