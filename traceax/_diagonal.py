@@ -69,8 +69,8 @@ def diagonal(
     m - 1 degrees of freedom. The estimate is unbiased; with the default estimator there
     is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
     are applied in their own dtype; everything else is float32, and so are `value` and
-    `std_err`. Memory is that of the estimator, for the default about 9 k vectors of
-    length n: see [What can be estimated](../quantities.md#which-estimator).
+    `std_err`. Memory is that of the estimator, for the default about `5 k` vectors of
+    length n, and `9 k` with a semidefinite tag.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an estimate of the derivative of the diagonal,

@@ -39,10 +39,11 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
     Where the eigenvalues are of similar size (as of a diagonally dominant matrix), a
     basis of `k` vectors captures too little of the operator, and plain signs are better.
 
-    The choice is made with the same probes as the estimate. Where both methods are about
-    equally good, this makes a bias: a tenth of the error where n is 20, less where n is
-    larger. For an unbiased estimate, name the estimator. Memory: the estimates of both
-    methods are held, 5 k to 9 k vectors of length n.
+    The choice is made with the same probes as the estimate. Where both methods are
+    about equally good, this makes a bias: a tenth of the error where n is 20, less
+    where n is larger. For an unbiased estimate, name the estimator. Memory: the
+    estimates of both methods are held, `5 k` vectors of length n, and `9 k` with a
+    semidefinite tag.
 
     !!! Example
 

@@ -35,8 +35,8 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     or negative semidefinite operators only. Its samples are independent given
     $\hat A$, and all products can be made in one pass over the operator.
 
-    Cost: `k` products, $O(n k^2)$ operations, about `k` vectors of length n several
-    times over. Needs `k >= 2`.
+    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
+    length n. Needs `k >= 2`.
 
     !!! Example
 

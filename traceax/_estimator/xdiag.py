@@ -26,8 +26,8 @@ class XDiagEstimator(AbstractGrowingEstimator):
     singular values: fast where they decay. On flat spectra
     [`traceax.HutchinsonEstimator`][] has half the error.
 
-    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about
-    ten arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
+    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about six
+    arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
 
     !!! Example
 
