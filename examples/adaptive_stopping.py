@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Is a tolerance kept?
 #
-# How many products does an estimate take? Here the answer is left to the run:
-# `k=tx.Adaptive(rtol=...)` goes on until the error bar is small enough. We look at one
-# run, ask over many keys whether the true error keeps the promise and what the products
-# would have cost an oracle, resume a run that ended too soon, see how the number of
-# products grows as the tolerance shrinks, and estimate a log-determinant.
+# How many products does an estimate take? Here the run decides: `k=tx.Adaptive(rtol=...)`
+# adds products until the error bar is small enough. We look at one run; measure over many
+# keys how often the true error is within the tolerance, and how many products the best
+# fixed budget would have taken; resume a run that ended too soon; see how the number of
+# products grows as the tolerance shrinks; and estimate a log-determinant.
 
 # %%
 import equinox as eqx
@@ -54,14 +54,14 @@ def exact_trace(p):
 # ## One run
 #
 # The run below is to have an error below 0.2% with a confidence of 95%. Products are
-# spent in rounds of 16. After each one it asks whether
+# spent in rounds of 16. After each round it checks whether
 #
 # $$
 # q\,\mathrm{std\_err} \le \mathrm{rtol}\,|\mathrm{value}|,
 # $$
 #
-# $q$ the quantile of Student's t, and stops if so. `max_k` bounds the budget, and sets
-# the size of the buffers. `history=True` records every round.
+# with $q$ the quantile of Student's t, and stops if so. `max_k` bounds the budget, and
+# sets the size of the buffers. `history=True` records every round.
 
 # %%
 budget = tx.Adaptive(rtol=2e-3, max_k=160, history=True)
@@ -76,9 +76,8 @@ print(f"relative error {abs(solution.value / exact - 1):.1e}, asked for 2e-03")
 # %% [markdown]
 # On the left the value after each round, on the right the same run on a logarithmic
 # scale. The standard error is *estimated* after each round from the samples so far, and
-# the true error is one draw from what it describes, so the two need not go down together.
-# What matters is that the run ends when the half-width of the interval crosses the
-# tolerance.
+# the true error is one draw from the distribution that it describes, so the two need not
+# fall together. The run ends when the half-width of the interval crosses the tolerance.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -95,8 +94,8 @@ plt.show()
 # %% [markdown]
 # ## Does it keep its promise?
 #
-# A rule that looks after every round stops a little more often where the error bar
-# happens to be too small. No theorem says that the confidence survives this. So we
+# A rule that checks after every round stops a little more often where the error bar
+# happens to be too small. No theorem says that the confidence still holds then. So we
 # measure it, over many keys, for four pairs of estimator and operator.
 #
 # The rounds of a run depend neither on the tolerance nor on the confidence: those decide
@@ -142,9 +141,9 @@ cases = {
 }
 
 # %% [markdown]
-# The rule, once more, in NumPy: the first round with at least 10 samples (`min_samples`)
-# whose interval is inside the tolerance. That this is what the compiled loop does, we
-# check on real runs.
+# The same rule in NumPy: the first round with at least 10 samples (`min_samples`) whose
+# interval is inside the tolerance. We check on real runs that the compiled loop stops
+# there, too.
 
 
 # %%
@@ -184,14 +183,15 @@ for name, case in cases.items():
     print(f" {best:11d} {bias:+6.2f}")
 
 # %% [markdown]
-# The runs keep the promise, and cost up to about a third more than the oracle's. The
-# fractions are themselves known to a point for 400 keys, to two for 120.
+# The runs keep the promise, and cost up to about a third more than the best fixed budget.
+# The fractions themselves have an error of one percentage point for 400 keys, and of two
+# for 120.
 #
 # Hutchinson's estimates are biased, by about a tenth of the spread of a single run:
 # samples that are close together end a run early, and where the distribution is skewed
-# those are the small ones. Over hundreds of keys that is seen, in one run it is not; for
-# the other two, 120 keys do not tell it from zero. To average over many keys, take a
-# fixed `k`.
+# those are the small ones. This shows over hundreds of keys, but not in one run. For the
+# other two estimators 120 keys are too few to tell a bias from zero. To average over many
+# keys, take a fixed `k`.
 #
 # Where the errors end up:
 
@@ -215,10 +215,10 @@ plt.show()
 # ## Other confidences
 #
 # 95% is the default; `confidence` may be any other. Below the diagonal a rule promises
-# too much, above it is cautious. To see what the caution is worth, we add the rule that
-# one would write first: look at Hutchinson's samples one at a time from the fourth on,
-# and stop as soon as $1.96\, s / \sqrt{m}$, or what another confidence asks, is within
-# the tolerance. It draws the same probes, because probe $i$ depends on the key and on $i$
+# too much, above it is cautious. To see what the caution is worth, we add a naive rule:
+# look at Hutchinson's samples one at a time from the fourth on, and stop as soon as
+# $1.96\, s / \sqrt{m}$, or the corresponding number for another confidence, is within the
+# tolerance. It draws the same probes, because probe $i$ depends on the key and on $i$
 # alone.
 
 # %%
@@ -249,24 +249,24 @@ figure, ax = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
 for name, case in cases.items():
     within = [np.mean(abs(stop(case, c)[1]) <= case[1]) for c in confidences]
     ax.plot(confidences, within, "o-", label=name)
-ax.plot(confidences, [naive(c) for c in confidences], "kx:", label="first rule, smooth")
+ax.plot(confidences, [naive(c) for c in confidences], "kx:", label="naive rule, smooth")
 ax.plot(confidences, confidences, "k--", lw=1, label="as asked")
 ax.set(xlabel="asked confidence", ylabel="fraction of runs within the tolerance")
 ax.legend()
 plt.show()
-print(f"asked 95%: the first rule has {naive(0.95):.1%}")
+print(f"asked 95%: the naive rule has {naive(0.95):.1%}")
 
 # %% [markdown]
-# The difference is made by three things: the quantile of Student's t, the factor for few
-# and skewed samples in the [error bar](../error_bars.md), and looking rarely, after a
-# round rather than after each sample. At low confidences the large surplus has another
-# reason: the least that a run spends, 16 products or 10 samples, is more than they need.
+# Three things make the difference: the quantile of Student's t, the factor for few and
+# skewed samples in the [error bar](../error_bars.md), and checking rarely, after a round
+# rather than after each sample. At low confidences the large surplus has another reason:
+# the least that a run spends, 16 products or 10 samples, is more than they need.
 
 # %% [markdown]
 # ## A run that ended too soon
 #
 # A budget may be too small. With `throw=True`, the default, that is an error; with
-# `throw=False` the estimate is there, with an error bar as honest as any other, and
+# `throw=False` the estimate is returned, with an error bar as honest as any other, and
 # `result` says what happened. `state` holds what has been spent: the next call goes on
 # from there, with the same operator, estimator and key.
 
@@ -357,12 +357,11 @@ plt.show()
 # ## A log-determinant
 #
 # The same budget works for `tx.logdet`, and there it counts probes; each costs
-# `num_steps` products. But a log-determinant has
-# [two errors](../logdet.md#two-errors), and the tolerance is for one of them: that of
-# sampling. Lanczos quadrature with too few steps converges just as well, to another
-# number. So `stats["bracket"]`, between whose ends the value would lie with enough steps,
-# is part of the answer. It is tight where the smallest eigenvalue is known: here the
-# noise variance, 0.01, bounds it from below.
+# `num_steps` products. But a log-determinant has [two errors](../logdet.md#two-errors),
+# and the tolerance is for one of them: that of sampling. With too few Lanczos steps the
+# estimate converges too, but to another number. So `stats["bracket"]`, between whose ends
+# the value would lie with enough steps, is part of the answer. It is tight where the
+# smallest eigenvalue is known: here the noise variance, 0.01, bounds it from below.
 #
 # A kernel matrix of 600 handwritten digits, with 5 steps, with 40, and with 10 and a
 # preconditioner, whose 100 products are counted:

@@ -2,9 +2,9 @@
 # # Training with the diagonal of the curvature
 #
 # Adam divides each step by the size of past gradients. Sophia and AdaHessian divide by
-# the curvature of the loss in that direction instead, an entry of the diagonal of its
-# Hessian, which is estimated from a few products. You learn how to have that diagonal
-# with error bars, how to put it into an [optax](https://optax.readthedocs.io)
+# the curvature of the loss in that direction instead, which is an entry of the diagonal
+# of its Hessian and is estimated from a few products. You learn how to estimate that
+# diagonal with error bars, how to put it into an [optax](https://optax.readthedocs.io)
 # optimiser, what it gains over Adam and what it costs, and how the curvature is shared
 # among the layers. The network is small and learns scikit-learn's digits.
 
@@ -138,9 +138,9 @@ plt.show()
 # $$ u = \mathrm{clip}\Bigl(\frac{\bar g}{\max(\gamma \bar h, \varepsilon)},\,
 #   \pm 1\Bigr) .$$
 #
-# $\bar h$ is an average of estimates, each from a few products, every ten steps. Where
-# the curvature is small, negative by chance, or unknown, the clipping makes it a step
-# of constant length.
+# $\bar h$ is an average of estimates, one every ten steps, each from a few products.
+# Where the estimated curvature is small, or negative by chance, clipping makes a step of
+# constant length.
 #
 # An optax transformation takes further arguments by name. Here these are a function that
 # makes the operator, which is called when it is needed, and a key.
@@ -176,7 +176,7 @@ def scale_by_curvature(k, every, gamma, b1=0.9, b2=0.9, eps=1e-8):
 
 # %% [markdown]
 # Both optimisers train on the same batches of 100 images. Each gets four learning rates,
-# and the best one by the loss at the end counts.
+# of which the one with the smallest loss at the end counts.
 
 # %%
 num_steps, batch_size, k, every = 600, 100, 4, 10
@@ -255,8 +255,8 @@ plt.show()
 # were tried here ($\gamma$, `k`, `every`, the averages). It shows how a comparison is
 # to be made: each method at its own best, and products counted.
 #
-# Elsewhere the diagonal is wanted for itself: in a Laplace approximation, to prune
-# weights, or as a [preconditioner](../quantities.md#as-a-preconditioner).
+# Elsewhere the diagonal itself is needed: in a Laplace approximation, to prune weights,
+# or as a [preconditioner](../quantities.md#as-a-preconditioner).
 #
 # ## Curvature by layer
 #
@@ -292,5 +292,5 @@ for axis, (title, parameters) in zip(
 plt.show()
 
 # %% [markdown]
-# One product reads all leaves, so the traces of a hundred layers cost as much as one.
-# More of what can be read is in [What can be estimated](../quantities.md).
+# One product serves all leaves, so the traces of a hundred layers cost as much as one.
+# Other quantities are in [What can be estimated](../quantities.md).

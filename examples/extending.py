@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Writing your own sampler, estimator and matrix function
 #
-# Each is a class with one short method. Keys, blocks of probes, compilation, derivatives,
-# several devices, tolerances and checks of the arguments are taken care of outside of it.
-# You write one of each kind here and test it the way it should be tested: over a thousand
-# keys, against the exact answer. The rules that a class has to keep are in
-# [Writing your own](../api/custom.md).
+# Write a sampler, an estimator and a matrix function of your own, and test each the way
+# it should be tested: over a thousand keys, against the exact answer. Each is a class
+# with one short method. The library takes care of keys, blocks of probes, compilation,
+# derivatives, several devices, tolerances and checks of the arguments. The rules that a
+# class has to keep are in [Writing your own](../api/custom.md).
 
 # %%
 from typing import ClassVar
@@ -18,6 +18,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import traceax as tx
+import traceax.internal as txi
 
 
 # %% [markdown]
@@ -83,8 +84,8 @@ test("Hutchinson", tx.HutchinsonEstimator())
 # ## A sampler
 #
 # A sampler draws one probe $z$ from one key, with $E[z z^T] = I$. Ours has random signs
-# at a fraction $p$ of the places, scaled to $1 / \sqrt p$, and zeros elsewhere. That is
-# for operators whose products cost less for a sparse vector. `rotation_invariant` says
+# at a fraction $p$ of the entries, scaled to $1 / \sqrt p$, and zeros elsewhere. It suits
+# operators whose products cost less for a sparse vector. `rotation_invariant` says
 # whether the distribution is the same in every orthonormal basis, which this one is not.
 
 
@@ -143,9 +144,9 @@ plt.show()
 # %% [markdown]
 # ## A streaming estimator
 #
-# A streaming estimator makes one unbiased estimate from one probe and one product, of
-# which it must be a linear function, apart from a constant. The samples are independent,
-# from which value, error bar and tolerances follow.
+# A streaming estimator makes one unbiased estimate from one probe and one product. The
+# estimate must be a linear function of the product, apart from a constant. The samples
+# are independent, from which value, error bar and tolerances follow.
 #
 # Ours has a control variate: an operator $C \approx A$ whose trace is known. It samples
 # $\mathrm{tr}(C) + z^T (A - C) z$, and only the difference contributes to the error.
@@ -180,9 +181,9 @@ test("controlled", Controlled(C, known))
 test("controlled, sparse signs", Controlled(C, known, SparseSigns()))
 
 # %% [markdown]
-# Signs at a tenth of the places cost little before, when the off-diagonal entries were
-# much the larger part of the variance. The control variate has taken that part away, and
-# the diagonal of $A - C$ is what is left to matter.
+# Without the control variate, signs at a tenth of the entries cost little, because the
+# off-diagonal entries made most of the variance. The control variate has removed that
+# part, and now the diagonal of $A - C$ matters.
 #
 # ## A sketch estimator
 #
@@ -195,7 +196,8 @@ test("controlled, sparse signs", Controlled(C, known, SparseSigns()))
 #
 # A sketch also has a *frame*, arrays $L, R$ with
 # $E[\sum L \circ (dA\, R)] = d\,\mathrm{tr}(A)$, from which derivatives are made. Here
-# $L = \frac nm Q$ and $R = Q$.
+# $L = \frac nm Q$ and $R = Q$. The factorisation is `txi.qr`, which is safe under `vmap`
+# on CPU, where `jnp.linalg.qr` [may deadlock](../devdocs/jax_versions.md).
 
 
 # %%
@@ -211,7 +213,7 @@ class Orthogonal(tx.AbstractSketchEstimator):
 
     def sketch(self, matmat, probes, k, eps):
         n, m = probes.shape
-        q, _ = jnp.linalg.qr(probes)
+        q, _ = txi.qr(probes)
         samples = n * jnp.sum(q.conj() * matmat(q), axis=0)
         std_err = jnp.std(samples, ddof=1) * ((n - m) / (n * m)) ** 0.5
         return tx.Sketch(samples, std_err, (q * (n / m), q), num_matvecs=m)
@@ -222,7 +224,7 @@ test("sphere", tx.HutchinsonEstimator(tx.SphereSampler()))
 
 # %% [markdown]
 # The fair comparison is with independent probes that are uniform on the sphere. The gain
-# is small for 40 of 400 directions, and large for most of them:
+# is small for 40 of 400 directions, and large where the probes span most directions:
 
 # %%
 budgets = np.array([100, 200, 380])
@@ -252,12 +254,12 @@ plt.show()
 # %% [markdown]
 # ## A matrix function
 #
-# The effective dimension of kernel ridge regression is
-# $\mathrm{tr}\, A (A + \mu I)^{-1} = \sum_i \lambda_i / (\lambda_i + \mu)$, the number of
-# eigenvalues that are large against $\mu$. Any callable will do as the function. A class
-# can say more of it: where it is defined, and that its derivatives from the second on
-# alternate in sign on positive numbers. Then Gauss and Gauss-Radau rules bracket each
-# quadratic form, and the error of stopping Lanczos early is in `stats["bracket"]`.
+# The effective dimension of kernel ridge regression is $\mathrm{tr}\, A (A + \mu I)^{-1}
+# = \sum_i \lambda_i / (\lambda_i + \mu)$, the number of eigenvalues that are large
+# against $\mu$. Any callable will do as the function. A class can say more about it:
+# where it is defined, and that its derivatives from the second on alternate in sign on
+# positive numbers. Then Gauss and Gauss-Radau rules bracket each quadratic form, and the
+# error of stopping Lanczos early is in `stats["bracket"]`.
 
 
 # %%
@@ -288,9 +290,9 @@ for num_steps in (5, 10, 30):
     print(f", quadrature from {low:.2f} to {high:.2f}, exactly {truth:.2f}")
 
 # %% [markdown]
-# $\mu$ is an array of the function, in which there are derivatives, and over which
-# `jax.vmap` goes. The other function is a plain callable, a smooth count of the
-# eigenvalues above a threshold.
+# $\mu$ is an array of the function, so estimates can be differentiated in it and
+# `jax.vmap` can go over it. The second function is a plain callable, a smooth count of
+# the eigenvalues above a threshold.
 
 
 # %%

@@ -70,9 +70,9 @@ def covariance(params):
 
 
 # %% [markdown]
-# Hyperparameters are positive, so their logarithms are what is trained. $A$ is stored
-# here, which 1000 points allow, or there would be nothing exact to compare with; nothing
-# below needs more than its products, but for the comparisons.
+# Hyperparameters are positive, so their logarithms are trained. $A$ is stored here, so
+# that there is an exact answer to compare with; the estimates themselves need only its
+# products.
 #
 # ## One log-determinant, two errors
 #
@@ -97,10 +97,10 @@ for num_steps in (5, 20):
     report(tx.logdet(operator, slq, k=10, num_steps=num_steps, key=jr.key(0)))
 
 # %% [markdown]
-# The standard error is that of sampling: ten probes stand for a trace. It hardly changes
-# with the steps, and does not see that five of them are too few. The bracket does: it
-# says between which numbers the value would lie, for the same probes, with infinitely
-# many steps. One of its ends needs a lower bound of the spectrum, which the variance of
+# The standard error is that of sampling, as the trace is estimated from ten probes. It
+# hardly changes with the steps, and does not see that five steps are too few. The bracket
+# does: it says between which numbers the value would lie, for the same probes, with
+# enough steps. One of its ends needs a lower bound of the spectrum, which the variance of
 # the noise is. Where the bracket is the wider of the two, more steps help. With 20 it is
 # closed, and what is left is sampling, for which more probes would help.
 #
@@ -122,10 +122,11 @@ report(solution)
 # %% [markdown]
 # The bracket closes in fewer steps, because the preconditioned matrix is better
 # conditioned, and the standard error is several times smaller, because that matrix is
-# nearer to the identity. Probes alone would have to be more by the square of that factor.
+# nearer to the identity. To gain as much by probes alone would take more of them by the
+# square of that factor.
 #
-# The next figure has the root-mean-square error over ten keys, and those of the two
-# numbers that each run reports.
+# The next figure has the root-mean-square error over ten keys, and the root mean squares
+# of the two numbers that each run reports.
 
 
 # %%
@@ -186,13 +187,13 @@ plt.show()
 # ## Training
 #
 # [`gaussian_log_prob`](../logdet.md#the-likelihood-of-a-gaussian-process) is the whole
-# likelihood. The gradient of the log-determinant comes from the same Lanczos runs, and
-# that of the quadratic term from the one solution that its value takes, by conjugate
-# gradients with the same preconditioner, which start from the solution of the last
-# update. With Adam the likelihood is maximised over the logarithms of the three
-# hyperparameters, each update with new probes: once with 10 probes, and once with 2,
-# fewer steps and a smaller preconditioner. To compare with, the same updates with exact
-# likelihoods and gradients.
+# likelihood. The gradient of the log-determinant comes from the same Lanczos runs as its
+# value, and that of the quadratic term from the same linear solve as its value. The solve
+# is made by conjugate gradients with the same preconditioner, and starts from the
+# solution of the last update. Adam maximises the likelihood over the logarithms of the
+# three hyperparameters, with new probes in each update: once with 10 probes, and once
+# with 2 probes, fewer steps and a smaller preconditioner. For comparison, the same
+# updates are made with exact likelihoods and gradients.
 
 
 # %%
@@ -289,15 +290,16 @@ plt.show()
 # that differs by much less than one unit: the errors of the gradients are independent
 # from update to update, and the optimiser averages over them.
 #
-# So it also averages over those of fewer products. With 39% of them, and estimates that
-# are off by 15 units, training ends at the same likelihood within 0.1. Where the steps
-# of the optimiser become smaller, as by its schedule here, it averages over more of
-# them. Spend products for one accurate likelihood, as to compare models, at the end.
+# It averages over the larger errors of fewer products, too. With 39% of the products, and
+# likelihoods that are off by 15 units, training ends at the same likelihood within 0.1.
+# As the steps of the optimiser become smaller, as its schedule makes them here, it
+# averages over more updates. If you need one accurate likelihood, to compare models,
+# spend the products for it at the end.
 #
 # ## The fit
 #
-# The mean of the process at all pixels takes one solution with $A$, and its variance one
-# for each pixel: here for 300 hidden ones.
+# The mean of the process at all pixels takes one linear solve with $A$, and its variance
+# one for each pixel: here for 300 hidden ones.
 
 # %%
 operator, variance = covariance(path[-1])

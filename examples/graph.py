@@ -5,7 +5,7 @@
 # the number of triangles, $\mathrm{tr}(A^3) / 6$, and the Estrada index,
 # $\mathrm{tr}\, e^A$. You learn how to estimate both from products with a sparse matrix,
 # which estimator suits which graph and why, and how one gradient of the Estrada index
-# tells what every edge contributes.
+# gives the contribution of every edge.
 
 # %%
 import jax
@@ -194,20 +194,20 @@ plt.show()
 # %% [markdown]
 # It depends on the graph and on the budget. The error of Hutchinson comes from the
 # entries of $A^3$ off its diagonal, in the Frobenius norm. With hubs, one eigenvalue
-# stands far above the rest, and XTrace takes it out of what is sampled from the smallest
-# budget on. Handwritten digits lie in many clusters of a similar size, each with an
+# stands far above the rest. XTrace removes it from what is sampled, even with the
+# smallest budget. Handwritten digits lie in many clusters of a similar size, each with an
 # eigenvalue of its own: a basis explains little until it is large enough for most of
-# them, and up to there the products are better spent on samples. The error bars tell
-# which is which without the exact answer. How they are made is in
+# them, and with smaller budgets products are better spent on samples. The error bars show
+# which case it is, without the exact answer. How they are made is in
 # [Error bars](../error_bars.md), and more of this choice is in
 # [Choosing an estimator](../choose_estimator.md).
 #
 # ## The Estrada index
 #
 # $\mathrm{tr}\, e^A = \sum_l \mathrm{tr}(A^l) / l!$ counts closed walks of every length
-# $l$, long ones for less. Now $f(x) = e^x$ is no polynomial, and the number of Lanczos
-# steps matters, besides that of probes. Again there are two ways, each with 400 products
-# at 20 steps:
+# $l$, with smaller weights for longer ones. Now $f(x) = e^x$ is no polynomial, and the
+# number of Lanczos steps matters, besides that of probes. Again there are two ways, each
+# with 400 products at 20 steps:
 #
 # - **SLQ**, the default of `trace_of_function`: Lanczos quadrature with 20 probes.
 # - **Krylov-aware**, which finds the dominant eigenspace by block Lanczos with half of
@@ -237,14 +237,14 @@ for name in ("digits", "hubs"):
         print(f"{name:6} {label:12} / exact: {value:.10f} +- {bar:.1e}")
 
 # %% [markdown]
-# The index of `hubs` is $e^{\lambda_1}$ almost alone. For SLQ that is the worst case: the
-# answer hangs on how much of one eigenvector twenty random probes happen to hold. The
-# Krylov-aware estimator finds the eigenvector and has the rest to sample, to nine digits
-# or so here. On `digits`, with its many large eigenvalues, it is better by less.
+# The index of `hubs` is almost $e^{\lambda_1}$ alone. For SLQ that is the worst case: the
+# answer depends on the components of twenty random probes along one eigenvector. The
+# Krylov-aware estimator finds the eigenvector and samples only the rest, which gives nine
+# digits or so here. On `digits`, with its many large eigenvalues, it is better by less.
 #
 # The error bars are those of sampling. For $e^x$ there is no bracket of the quadrature
-# error (see [Two errors](../logdet.md#two-errors)), so look whether more steps change
-# the answer. On `hubs`, where sampling plays no role, nothing hides it:
+# error (see [Two errors](../logdet.md#two-errors)), so look whether more steps change the
+# answer. On `hubs`, where the sampling error is tiny, the quadrature error can be seen:
 
 # %%
 for num_steps in (4, 8, 16):
@@ -268,9 +268,9 @@ for num_steps in (4, 8, 16):
 #
 # The derivative of $\mathrm{tr}\, e^A$ with respect to the weight $w_{ij}$ of an edge is
 # $2 (e^A)_{ij}$, twice the communicability of its ends. One gradient has it for all edges
-# at once. That of $\log \mathrm{tr}\, e^A$ says by which fraction the index falls when
-# an edge becomes a little weaker. The novel is small enough to see that it is right, and
-# to draw. (Four probes and 12 steps are 48 products for 77 nodes.)
+# at once. The gradient of $\log \mathrm{tr}\, e^A$ is the relative change of the index
+# with the weight of an edge. The novel is small enough to check it, and to draw it. (Four
+# probes and 12 steps are 48 products for 77 nodes.)
 
 
 # %%
@@ -324,7 +324,7 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# Relative to the largest ones, all contributions are right. The same gradient for the
+# All contributions are accurate relative to the largest ones. The same gradient for the
 # 99,950 edges of `hubs`, compared with the 30 eigenvectors from above:
 
 # %%
@@ -336,12 +336,12 @@ print(f"largest error {np.max(np.abs(found - reference)):.0e}")
 # %% [markdown]
 # ## Where the eigenvalues are
 #
-# `spectral_density` makes of the same Lanczos runs a picture of the whole spectrum, with
-# error bars. For `digits` it agrees with the histogram of all eigenvalues. The mean of
-# the eigenvalues is zero for a graph without loops, and the mean of their cubes is six
-# times the number of triangles over $n$: that is why this density leans to the right.
-# For `hubs`, where there is no histogram, the scale is logarithmic. A single eigenvalue
-# among 20,000 shows in its upper tail, the one that makes the Estrada index.
+# `spectral_density` makes a picture of the whole spectrum from Lanczos runs, with error
+# bars. For `digits` it agrees with the histogram of all eigenvalues. The mean of the
+# eigenvalues is zero for a graph without loops, and the mean of their cubes is six times
+# the number of triangles over $n$: that is why this density leans to the right. For
+# `hubs`, where there is no histogram, the scale is logarithmic. A single eigenvalue among
+# 20,000 shows in its upper tail, the one that makes the Estrada index.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")

@@ -60,7 +60,7 @@ print(f"{(folder / 'genotypes').stat().st_size / 1e6:.0f} MB")
 # One for each of 40 blocks of variants, because the error bars below leave out blocks.
 # `tx.data_gram` reads the file in chunks, and standardises variants while it does; their
 # means and standard deviations take a first pass. The file has variants as rows, and the
-# operator wants them as columns: hence the `.T`, which moves nothing.
+# operator takes them as columns: hence the `.T`, which moves no data.
 
 # %%
 genotypes = np.memmap(folder / "genotypes", np.int8, "r", shape=(m, n)).T
@@ -94,8 +94,8 @@ first = traces(1)
 eqx.tree_serialise_leaves(folder / "state.eqx", first.state)
 
 # %% [markdown]
-# If the process ends here, a new one goes on from the file. `filter_eval_shape` tells
-# what is in it, and computes nothing.
+# If the process ends here, a new one goes on from the file. `filter_eval_shape` gives the
+# shapes of the arrays in the file, and computes nothing.
 
 # %%
 like = eqx.filter_eval_shape(lambda: traces(1).state)

@@ -53,7 +53,7 @@ print(f", exactly {exact:.2f}")
 # ## Following the trace
 #
 # A step of training changes the Hessian $H_t$ a little. An estimate from scratch throws
-# away what was known of it. `DynamicTrace` keeps it: with probes $\omega_i$ it estimates
+# away what was known before. `DynamicTrace` keeps it: with probes $\omega_i$ it estimates
 # the trace of the change,
 #
 # $$T_t = (1 - \gamma)\, T_{t-1} + \frac1m \sum_{i=1}^m
@@ -65,7 +65,7 @@ print(f", exactly {exact:.2f}")
 # Hessian.
 #
 # Everything is in one `jax.lax.scan`, training included. `jax.vmap` repeats it for five
-# keys, so that the comparison does not hang on the luck of one.
+# keys, so that the comparison does not depend on the luck of one.
 
 # %%
 num_steps = 200
@@ -146,10 +146,10 @@ plt.show()
 
 # %% [markdown]
 # Both errors fall with the number of products, and `DynamicTrace` has the smaller one for
-# each. Its estimates are smooth, as each is built on the one before; so their errors are
-# alike from step to step, and a deviation lasts for a while. The band tells how large it
-# may be, and is somewhat cautious, since it takes an upper bound for the variance of a
-# quadratic form.
+# each. Its estimates are smooth, as each is built on the one before. So their errors are
+# correlated from step to step, and a deviation lasts for a while. The band shows how
+# large it may be, and is somewhat cautious, since it takes an upper bound for the
+# variance of a quadratic form.
 #
 # ## The spectrum, before and after
 #
@@ -183,9 +183,9 @@ plt.show()
 
 # %% [markdown]
 # An eigenvalue that stands alone is a bump, as wide as the smoothing. It holds $1/610$ of
-# the mass, of which ten probes see a noisy share: that is the band. Its *position* is
-# sharp, as Lanczos converges to the ends of the spectrum first. So the smallest and the
-# largest node are the extreme eigenvalues, from the same products:
+# the mass, which ten probes estimate with much noise, as the band shows. Its *position*
+# is sharp, as Lanczos converges to the ends of the spectrum first. So the smallest and
+# the largest node are the extreme eigenvalues, from the same products:
 
 # %%
 for name, density in densities.items():
@@ -202,9 +202,9 @@ for name, density in densities.items():
 #
 # ## Sharpness through training
 #
-# For the largest eigenvalue alone one probe and some thirty steps do. Nodes lie inside
-# the spectrum, so the estimate is from below. Its gap to the exact value says whether
-# there were enough steps.
+# For the largest eigenvalue alone one probe and some thirty steps are enough. Nodes lie
+# inside the spectrum, so the estimate is from below. The next cell compares it with the
+# exact value.
 
 
 # %%
@@ -229,5 +229,5 @@ plt.show()
 
 # %% [markdown]
 # The sharpness rises and falls with the trace, as here the large eigenvalues are most of
-# it. More of tolerances and of operators that change is in
-# [Stopping at a tolerance](../adaptive.md).
+# it. More about operators that change is in
+# [Stopping at a tolerance](../adaptive.md#operators-that-change).

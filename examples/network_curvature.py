@@ -1,11 +1,11 @@
 # %% [markdown]
 # # The curvature of a convolutional network, over batches of data
 #
-# The curvature of a loss over all the training data says which layers bear coarse
-# numbers, which weights can go, and how strong the prior of the weights should be. A
-# convolutional network learns scikit-learn's digits; you learn how to make the operator
-# of its curvature from batches, and how to read the trace of each layer, the diagonal and
-# the log-determinant of it.
+# The curvature of a loss over all the training data says which layers can be stored in
+# few bits, which weights can be removed, and how strong the prior of the weights should
+# be. A convolutional network learns scikit-learn's digits. You learn how to make the
+# operator of its curvature from batches, and how to estimate the trace of each layer, the
+# diagonal and a log-determinant.
 
 # %%
 import functools as ft
@@ -133,7 +133,7 @@ matrix = np.asarray(formed(), np.float64)
 exact = unravel(jnp.asarray(np.diag(matrix), jnp.float32))
 
 # %% [markdown]
-# ## Which layers bear coarse numbers
+# ## Which layers can be stored in few bits
 #
 # Rounding the weights of a layer to multiples of $\Delta$ adds errors of variance
 # $\Delta^2 / 12$. At a minimum that raises the loss by half the trace of the curvature's
@@ -158,8 +158,8 @@ for name, leaf in layers.items():
     print(f" {jnp.sum(leaf(exact)):9.3f} {value / size:18.2g}")
 
 # %% [markdown]
-# Now round the weights of one layer after the other, by bits for each number, and compare
-# what the traces predict with what happens.
+# Now round the weights of one layer after the other to a few bits, and compare the rise
+# of the loss with what the traces predict.
 
 
 # %%
@@ -199,11 +199,11 @@ plt.show()
 # Few bits move the weights so far that the loss is no longer quadratic. From 5 bits on
 # the prediction is right to within a factor of two, over two orders of magnitude.
 #
-# ## Which weights can go
+# ## Which weights can be removed
 #
-# To remove the weight $w_i$ raises the loss by about $h_{ii} w_i^2 / 2$, with $h_{ii}$
-# the entry of the diagonal: *optimal brain damage* (LeCun, Denker and Solla, 1989).
-# The other criterion is the size of the weight alone.
+# Removing the weight $w_i$ raises the loss by about $h_{ii} w_i^2 / 2$, with $h_{ii}$ the
+# entry of the diagonal: *optimal brain damage* (LeCun, Denker and Solla, 1989). The other
+# criterion is the size of the weight alone.
 
 # %%
 diagonal = tx.diagonal(operator, k=60, key=jr.key(3))
@@ -244,9 +244,9 @@ plt.show()
 #   + \frac P2 \log\delta - \frac12 \log\det(N G + \delta I) ,$$
 #
 # and its maximum is a choice of $\delta$ without validation data (MacKay, 1992). The
-# log-determinant is the trace of a function of $G$, with $\delta$ as its parameter, and a
-# `vmap` over parameters of functions
-# [makes no further product](../logdet.md#many-from-one-run).
+# log-determinant is the trace of a function of $G$, with the parameter $\delta$, and a
+# `vmap` over parameters of a function
+# [makes no further products](../logdet.md#many-from-one-run).
 
 # %%
 examples = batches["labels"].size

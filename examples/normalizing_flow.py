@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Normalizing flows
 #
-# A normalizing flow maps data $x$ to $z$, which is to be standard normal, so that its
-# density needs the determinant of a Jacobian. This tutorial trains two flows on
-# scikit-learn's handwritten digits by maximum likelihood, under `jax.vmap` over images:
-# a residual flow, whose layers need $\log|\det J|$ of a matrix that is not symmetric, and
-# a continuous flow, which needs the trace of a Jacobian along a path. Both are trained
-# twice, with a few random probes for each image and with dense Jacobians.
+# A normalizing flow maps data $x$ to standard normal $z$. The density of $x$ then
+# contains the determinant of a Jacobian. This tutorial trains two flows on scikit-learn's
+# handwritten digits by maximum likelihood, under `jax.vmap` over images: a residual flow,
+# whose layers need $\log|\det J|$ of a matrix that is not symmetric, and a continuous
+# flow, which needs the trace of a Jacobian along a path. Both are trained twice, with a
+# few random probes for each image and with dense Jacobians.
 #
 # The data are the first 16 principal components of the images, scaled to variance 1. In
 # so few dimensions dense Jacobians are cheap: they are here to compare with. In hundreds
@@ -124,9 +124,9 @@ def continuous_flow(mlp, x, key, divergence, num_paths=1):
 # %% [markdown]
 # ## The estimates, and what they replace
 #
-# Four probes for each image. For the log-determinant six steps of Golub-Kahan with each;
-# for the divergence Hutchinson's estimator, as the Jacobians are not known to have a
-# decaying spectrum and `k` is small.
+# Each image gets four probes. The log-determinant takes six steps of Golub-Kahan
+# bidiagonalisation with each. The divergence is estimated by Hutchinson's estimator, as
+# the Jacobians are not known to have a decaying spectrum and `k` is small.
 
 
 # %%
@@ -225,15 +225,15 @@ for (name, way), (flow, curve) in trained.items():
 plt.show()
 
 # %% [markdown]
-# Both flows are more likely than the normal distribution, which has the right means and
-# variances. The residual flow trains as well with probes as with dense Jacobians. The
-# noise that four probes bring into the gradients costs the continuous flow about half a
-# unit of its gain of four to five.
+# Under both flows the test images are more likely than under the normal distribution,
+# which has the right means and variances. The residual flow trains as well with probes as
+# with dense Jacobians. The noise that four probes bring into the gradients costs the
+# continuous flow about half a unit of its gain of four to five.
 #
 # ## How accurate is $\log|\det J|$?
 #
-# Of the whole residual flow it is a sum over the layers. Their keys are different, so
-# their standard errors are those of independent numbers: their squares add up. One call
+# For the whole residual flow it is a sum over the layers. These have different keys, so
+# their errors are independent, and the squares of their standard errors add up. One call
 # under `vmap` makes the estimates for all test images.
 
 
@@ -265,11 +265,11 @@ for k, num_steps in [(4, 2), (4, 6), (8, 6)]:
     print(f"{k:>6}{num_steps:>7}{error:>11.3f}{bar:>13.3f}{jnp.mean(width):>14.4f}")
 
 # %% [markdown]
-# The bracket is the interval in which the value would lie with infinitely many steps; its
-# width is printed. With two steps it is nearly as wide as a standard error, although the
-# error is hardly larger than with six: it is a bound. With six it is negligible, because
-# the Jacobians are well conditioned, and what is left is sampling, which more probes
-# reduce. The standard errors are larger than the errors on purpose, as
+# The bracket is the interval in which the value would lie with enough steps; its width is
+# printed. With two steps it is nearly as wide as a standard error, although the error is
+# hardly larger than with six, since the bracket is a bound and no estimate. With six it
+# is negligible, because the Jacobians are well conditioned, and what is left is sampling,
+# which more probes reduce. The standard errors are larger than the errors on purpose, as
 # [those of few samples are](../error_bars.md).
 
 # %%
@@ -283,10 +283,10 @@ plt.show()
 # %% [markdown]
 # ## How accurate is a log-density?
 #
-# Along the path of the continuous flow the errors of different times are those of the
-# same probes, so their error bars cannot be added up. But a sample can be integrated from
-# beginning to end by itself, since `stats["samples"]` has them all; the spread of the
-# integrals then gives the error of their mean.
+# Along the path of the continuous flow the same probes are used at all times, so the
+# errors are correlated and the error bars cannot be combined. But `stats["samples"]` has
+# the sample of each probe, which can be integrated along the whole path by itself. The
+# spread of the integrals then gives the error of their mean.
 
 # %%
 flow, _ = trained["continuous", probes]

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # One estimate on many devices
 #
-# Probes do not know of each other, so they can be shared among devices. We run the same
-# estimate on one to eight devices and on two processes, check that the answer, its error
-# bar and its derivative do not change, and look into the compiled program for what the
-# devices tell each other.
+# Probes are independent, so they can be shared among devices. We run the same estimate on
+# one to eight devices and on two processes, check that the answer, its error bar and its
+# derivative do not change, and list what the devices communicate in the compiled program.
 #
 # No accelerator is needed: a flag makes JAX pretend that the CPU is eight devices. It has
 # to be set before JAX starts. On a machine with eight accelerators leave out the first
@@ -62,11 +61,11 @@ def exact(length_scale):
 print(f"log-determinant {exact(3.0):.2f}, its derivative {jax.grad(exact)(3.0):.2f}")
 
 # %% [markdown]
-# ## A mesh and who has which probe
+# ## A mesh, and which device has which probe
 #
 # `tx.probe_mesh` makes a mesh of all devices, or of those it is given, with one axis.
-# `tx.Sharded` says that probes are to be shared along it, and is passed as `execution` to
-# any function of the library.
+# `tx.Sharded` shares the probes along it, and is passed as `execution` to any function of
+# the library.
 
 # %%
 mesh = tx.probe_mesh()
@@ -97,10 +96,10 @@ plt.show()
 # %% [markdown]
 # ## The same answer on any number of devices
 #
-# Probe $i$ is drawn from `jax.random.fold_in(key, i)`, on whichever device it lands, so
-# that the probes do not depend on the mesh. What does is the order in which sums are
-# taken. We ask for 42 probes, which neither four nor eight devices share evenly: there
-# each gets as many as the largest share, and the surplus does not count.
+# Probe $i$ is drawn from `jax.random.fold_in(key, i)`, whichever device draws it, so that
+# the probes do not depend on the mesh. Only the order of sums does. We ask for 42 probes,
+# which neither four nor eight devices share evenly: there each device makes as many as
+# the largest share, and the surplus does not count.
 
 
 # %%
@@ -218,11 +217,12 @@ for count, run in runs.items():
     print(f"{count:7d} {min(seconds):8.3f}")
 
 # %% [markdown]
-# These times say nothing about devices of which each has its own memory and arithmetic.
-# There a device does $1/d$ of the products and waits for one message of a few hundred
-# bytes. What does not shrink is what every device does alike: setting up the operator,
-# here the kernel matrix, and for sketches the factorisations. [Scaling
-# out](../scaling.md#measured) has what was measured on two cores, one process on each.
+# These times say nothing about real devices, each with its own memory and arithmetic.
+# There each of $d$ devices makes $1/d$ of the products and waits for one message of a few
+# hundred bytes. Some work is repeated on every device and does not shrink: making the
+# operator, here the kernel matrix, and for sketches the factorisations.
+# [Scaling out](../scaling.md#measured) has what was measured on two cores, one process on
+# each.
 #
 # ## Two processes
 #
@@ -286,7 +286,8 @@ np.testing.assert_allclose(one[:-1], two[:-1], rtol=1e-6)
 #   error bar.
 # - Independent samples cost one small all-reduce, whatever $n$ and $k$; sketches gather
 #   their products.
-# - Choose a `k` that the number of devices divides, or some of them work in vain.
+# - Choose a `k` that is a multiple of the number of devices, or some of their work is
+#   wasted.
 # - Every device has the whole operator. If that or a vector is too large for one, split
 #   it over a second axis of the mesh: see
 #   [Scaling out](../scaling.md#operators-that-do-not-fit-on-one-device).

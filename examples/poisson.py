@@ -26,9 +26,9 @@ dimension, num_points, num_updates = 100, 64, 900
 # %% [markdown]
 # ## The problem
 #
-# The solution is known, so that the error can be: $u = (1 - |x|^2) \sum_i c_i \sin(x_i +
-# \cos x_{i+1} + x_{i+1} \cos x_i)$, with random $c_i$. Its Laplacian gives $f$, here at
-# 20,000 random points, whose radius is uniform.
+# The solution is known, so that errors can be measured: $u = (1 - |x|^2) \sum_i c_i
+# \sin(x_i + \cos x_{i+1} + x_{i+1} \cos x_i)$, with random $c_i$. Its Laplacian gives
+# $f$, here at 20,000 random points, whose radius is uniform.
 
 # %%
 coefficients = jr.normal(jr.key(0), (dimension - 1,)) / dimension**0.5
@@ -63,10 +63,10 @@ def approximation(network, x):
 # %% [markdown]
 # ## The loss
 #
-# The square of an estimated residual is too large by the variance of the estimate. The
-# product of two that are independent is not: so the directions are drawn twice, with two
-# keys, and the mean of the products is an unbiased estimate of the mean squared residual,
-# and so is its gradient.
+# The square of an estimated residual is too large in the mean, by the variance of the
+# estimate. The product of two independent estimates is not. So the directions are drawn
+# twice, with two keys. The mean of the products is an unbiased estimate of the mean
+# squared residual, and so is its gradient.
 
 
 # %%
@@ -153,6 +153,6 @@ plt.show()
 
 # %% [markdown]
 # Both ways end at the same error: what the random directions add to the noise of the
-# gradient is small beside that of 64 points. They take a fraction of the time, and the
-# fraction falls with the dimension. With `k=4` the cost of an update does not depend on
-# it but for the first layer.
+# gradient is small beside the noise from 64 random points. They take a fraction of the
+# time, and the fraction falls with the dimension: with `k=4` only the cost of the first
+# layer depends on the dimension.

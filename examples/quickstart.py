@@ -30,8 +30,8 @@ n = len(images)
 # ## A kernel matrix and its inverse
 #
 # The kernel matrix of the images, $K_{ij} = \exp(-|x_i - x_j|^2 / 2 \ell^2)$, has ones on
-# its diagonal, so its trace is $n$. That is a number to check the estimators against,
-# for they know of $K$ only the products $v \mapsto K v$, made from 250 rows at a time.
+# its diagonal, so its trace is $n$. That is a check on the estimators, which see only the
+# products $v \mapsto K v$, made from 250 rows at a time.
 #
 # The inverse of $K + \lambda I$ is less obvious. Kernel ridge regression with the penalty
 # $\lambda$ fits the data with
@@ -40,8 +40,8 @@ n = len(images)
 #   = n - \lambda\, \mathrm{tr}\, (K + \lambda I)^{-1}$$
 #
 # effective degrees of freedom, which the choice of $\lambda$ needs. A product with the
-# inverse is the solution of a linear system, here by conjugate gradients, which need
-# nothing but products either.
+# inverse is the solution of a linear system, here by conjugate gradients, which need only
+# products, too.
 
 # %%
 length_scale = 2.0  # the images are about 3 from each other
@@ -83,9 +83,9 @@ solution = tx.trace(kernel, k=60, key=jr.key(0))
 print(f"trace of K: {solution.value:.1f} +- {solution.std_err:.1f}, exactly {n}")
 
 # %% [markdown]
-# The true eigenvalues, for which $K$ is stored after all, show that the two operators are
-# of different kinds. Those of $K$ decay: the largest 20 carry about three quarters of the
-# trace. Those of the inverse are flat: nine of ten are between 0.5 and 1.
+# To compute the true eigenvalues, $K$ is stored after all. They show that the two
+# operators are of different kinds. Those of $K$ decay: the largest 20 carry about three
+# quarters of the trace. Those of the inverse are flat: nine of ten are between 0.5 and 1.
 
 # %%
 dense = np.asarray(jax.lax.map(kernel_row, images, batch_size=250), np.float64)
@@ -138,8 +138,8 @@ compare("Inverse of K + I", inverse, two, exact_inverse)
 
 # %% [markdown]
 # On the decaying spectrum the estimators that sketch are far ahead of Hutchinson's. On
-# the flat one a sketch gains nothing, since no few directions carry most of the trace:
-# XNysTrace is about even with Hutchinson's estimator there.
+# the flat one a sketch gains nothing, since no small number of directions carries most of
+# the trace: XNysTrace is about even with Hutchinson's estimator there.
 #
 # In all rows the error is of the size of the standard error, as it should be: the last
 # column is seldom above 2 or below -2.
@@ -191,9 +191,9 @@ plt.show()
 
 # %% [markdown]
 # Hutchinson's error falls as $1/\sqrt k$ on both: four times the products for half the
-# error. Those of the others fall faster on the decaying spectrum, because with more
-# products a smaller rest is left to be sampled. On the flat one XTrace is behind, since
-# it spends half of its products on a basis that explains little; every product of
+# error. The errors of the others fall faster on the decaying spectrum, because with more
+# products a smaller remainder is left to be sampled. On the flat one XTrace is behind,
+# since it spends half of its products on a basis that explains little; every product of
 # XNysTrace serves both purposes.
 #
 # The error bars (dashed) follow the errors, which 20 keys determine to about 15%. With
@@ -259,11 +259,11 @@ for name, operator, estimator in [
 # %% [markdown]
 # ## Under `jit` and `grad`
 #
-# Estimates can be compiled and differentiated with respect to whatever the operator is
-# made of. Here these are the effective degrees of freedom, from the inverse, and their
-# derivative in the penalty, compiled together once for all penalties. The solutions by
-# conjugate gradients are inside. The derivative is an unbiased estimate as well, without
-# an error bar of its own.
+# Estimates can be compiled, and differentiated with respect to the arrays that the
+# operator is made of. The next function computes the effective degrees of freedom, from
+# the inverse, and their derivative in the penalty. It is compiled once for all penalties,
+# linear solves included. The derivative is an unbiased estimate as well, without an error
+# bar of its own.
 
 
 # %%

@@ -454,9 +454,8 @@ LINEAR = {
     "xnystrace",
 }
 LINEAR |= {"leaf-traces", "divergence", "laplacian"}
-DIAGONALS = {name for name in QUANTITIES if name.startswith("diagonal")}
-DIAGONALS.remove("diagonal-of-exp")
-LINEAR |= DIAGONALS
+LINEAR |= {name for name in QUANTITIES if name.startswith("diagonal")}
+LINEAR -= {"diagonal-of-exp"}
 
 # Adaptive runs of these end where one without interruption ends; others plan for `max_k`.
 PLANNING = {"hutchpp", "nystrompp", "diagonal-diagpp", "exp-krylov-aware", "laplacian"}

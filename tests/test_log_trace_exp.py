@@ -127,6 +127,46 @@ def test_quadrature_error_is_seen():
         assert error <= solution.stats["quadrature_error"] + 1e-9
 
 
+STEPS = tx.AdaptiveSteps(max_steps=30)
+
+
+def test_steps_chosen_by_the_data():
+    """As many as make the quadrature error small beside the bar: more for larger
+    exponents. Value and derivatives are those of as many steps."""
+    matrix = hermitian(0, SPECTRA["flat"])
+    chosen = []
+    for scale in (0.0, 1.0, 20.0, 200.0):
+        found = estimate(matrix, scale, num_steps=STEPS)
+        steps = int(found.stats["num_steps"])
+        assert found.result == tx.RESULTS.successful
+        assert found.stats["num_matvecs"] == 7 * steps
+        assert found.stats["quadrature_error"] <= max(0.4 * found.std_err, 1e-12)
+        chosen.append(steps)
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 4 < chosen[-1] < 30
+    slopes = jax.grad(lambda s, x, n: estimate(x, s, num_steps=n).value, (0, 1))
+    for one, other in zip(
+        slopes(200.0, matrix, STEPS), slopes(200.0, matrix, steps), strict=True
+    ):
+        assert np.allclose(one, other, rtol=1e-8, atol=1e-10)
+    fixed = estimate(matrix, 200.0, num_steps=steps)
+    assert np.allclose(found.value, fixed.value, rtol=1e-12)
+    error = fixed.stats["quadrature_error"]
+    assert np.allclose(found.stats["quadrature_error"], error, atol=1e-10)
+    operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+    left_out = tx.log_trace_exp(operator, 200.0, k=6, key=KEY)
+    assert np.allclose(left_out.value, found.value, rtol=1e-12)
+
+
+def test_tolerance_and_too_few_steps():
+    matrix, k = hermitian(0, SPECTRA["flat"]), tx.Adaptive(atol=1.0, max_k=36)
+    found = estimate(matrix, 5.0, k=k, num_steps=STEPS)
+    assert found.result == tx.RESULTS.successful
+    few = tx.AdaptiveSteps(max_steps=1)
+    found = estimate(matrix, 5.0, k=k, num_steps=few)
+    assert found.result == tx.RESULTS.max_steps_reached
+
+
 @pytest.mark.parametrize("scale", [1e4, -1e4, 3e30])
 def test_large_exponents_in_float32(scale):
     """Where their exponentials are beyond the dtype."""

@@ -23,7 +23,6 @@ from .random_operators import (
     BATCHES,
     Call,
     calls,
-    DIAGONALS,
     FIELDS,
     LINEAR,
     LONG,
@@ -116,9 +115,6 @@ def check_estimate(call, matrix, found):
     more = underflow(call) + change
     if exactly:
         more = more + floor_of(call, matrix, np.abs(exact))
-    # Directions that are smaller than the roundoff of the products are left out.
-    if call.quantity in DIAGONALS:
-        more = more + 4 * eps_of(call.dtype) * np.linalg.norm(matrix, 2)
     if found.samples >= quantity.samples or exactly:
         between(found, exact, more)
 

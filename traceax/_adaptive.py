@@ -28,9 +28,9 @@ class Adaptive(eqx.Module):
     |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. The
     loop is compiled once, whatever the data; the tolerances may be traced.
 
-    Looking after every round stops a little early more often than late. The error bars
-    are cautious enough that the asked confidence still holds, within a point where it
-    was measured: see "Stopping early" in the documentation.
+    A test after every round stops a little early more often than late. The error bars
+    are cautious enough that the asked confidence still holds: see
+    [Stopping early](../adaptive.md#stopping-early) for measurements.
 
     !!! Example
 
@@ -53,32 +53,35 @@ class Adaptive(eqx.Module):
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
     - `max_k`: the largest budget, in the units of `k`: products for `traceax.trace`,
         probes for the others. Rounded down to whole rounds. Array shapes depend on it.
-        If it is larger than n by a round or more, the call cannot run out of it: where n
-        units have not been enough, or independent samples are seen to need more than n
-        further ones, n units are spent on the exact answer.
+        If it is larger than n by a round or more, the call cannot run out of it: n
+        units are kept back for the exact answer. That is taken where the others, or n,
+        have not been enough, or where independent samples are seen to need more than n
+        further ones.
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends.
     - `history`: whether `stats["history"]`, shape `(rounds, 3)`, has the budget spent,
         the value and the standard error after each round that this call made. Other rows
         are infinite, and so are entries of `stats` for samples that were not made.
-    - `progress`: an `equinox` progress meter, to which the fraction of the way is told:
-        that of the budget, or of what it takes to reach the tolerance at this rate,
+    - `progress`: an `equinox` progress meter. It shows the fraction of the budget that
+        is spent, or the fraction of what reaching the tolerance will take at this rate,
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
         spent, the value and the standard error, to print or to log them. It is static:
-        pass the same one again, since another one is compiled anew.
-    - `state`: `solution.state` of an earlier call with the same operator, estimator, key
-        and `round_size`, and a `max_k` that is not larger: goes on where that ended.
-    - `norm`: where the value has several entries, a norm of PyTrees, in which value and
-        standard error are compared with the tolerances, and in which `history` and
-        `callback` have them. By default the two-norm; those of `optimistix` fit. Static,
-        like `callback`.
-    - `exact_cost`: what the exact answer would cost beside `max_k`, in its units. Calls
-        set it where the budget allows for both.
-    - `cost`: how much of the user's budget a unit of this one is. Calls set it.
-    - `spent`: how much of that is spent before the first round, if any. Estimators set
-        it.
+        pass the same function again, since another one compiles anew.
+    - `state`: `solution.state` of an earlier call, from which this one goes on.
+        Operator, estimator, key and `round_size` must be the same, and `max_k` not
+        smaller.
+    - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
+        and standard error are compared with the tolerances, and reported by `history`
+        and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
+        `callback`.
+    - `exact_cost`: the cost of the exact answer, which is kept back beside `max_k`. Set
+        by calls, not by users.
+    - `cost`: how many units of the user's budget one unit of this budget costs. Set by
+        calls.
+    - `spent`: how many of these were spent before the first round, if any. Set by
+        estimators.
     """
 
     rtol: Real[Array, ""]
@@ -169,8 +172,8 @@ class Adaptive(eqx.Module):
     @property
     def least_streak(self) -> int:
         """After how many rounds in a row the estimate must be good enough, to end a run:
-        as many as make 8 products. Where samples are added a few at a time, one look of
-        many is easily a lucky one."""
+        as many as make 8 products. Where samples are added a few at a time, one of many
+        tests is easily passed by luck."""
         return -(-8 // self.round_size)
 
     def within(self, n: int) -> "Adaptive":
@@ -217,9 +220,9 @@ class Adaptive(eqx.Module):
         value: Inexact[Array, ""],
         scale: Real[Array, ""],
     ) -> Real[Array, ""]:
-        """How many samples less it takes where the squared Frobenius norm of what is
-        sampled falls by `norm`, their variance being twice that. Norm and value are in
-        units of `scale`."""
+        """How many samples fewer are needed where the squared Frobenius norm of what is
+        sampled falls by `norm`, since the variance of a sample is twice that norm. Norm
+        and value are in units of `scale`."""
         quantile = normal_quantile(self.confidence)
         return 2 * norm * (quantile * scale / self.tolerance(scale * value)) ** 2
 

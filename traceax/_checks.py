@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 
 
 def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`fn`, which tells callers that are used to another order of arguments, as in
-    `trace(key, operator, k, estimator)`, of ours."""
+    """`fn`, with an error that explains our order of arguments to callers who use another
+    one, as in `trace(key, operator, k, estimator)`."""
 
     @ft.wraps(fn)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -78,7 +78,7 @@ def check_instance(name: str, value: Any, kind: type, example: str) -> None:
 
 
 def plain_integer(value: Any) -> Any:
-    """Integers of any kind as Python's; anything else as it is."""
+    """An integer of any kind as a Python integer; anything else unchanged."""
     if isinstance(value, bool | Tracer) or not hasattr(value, "__index__"):
         return value
     return _builtin.index(value)

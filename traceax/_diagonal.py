@@ -54,8 +54,8 @@ def diagonal(
     - `estimator`: which estimator to use. Default: [`traceax.AutoDiagonalEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
         `jax.jit`), which is never exceeded; products with the adjoint count. With
-        `k >= n` the answer is exact, and where lineax knows the diagonal it takes none.
-        Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
+        `k >= n` the answer is exact, and where lineax knows the diagonal no product is
+        made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
         tolerance, in the norm `traceax.Adaptive(norm=...)`.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `execution`: where and how many at a time products are made.
@@ -63,17 +63,18 @@ def diagonal(
 
     **Returns:**
 
-    A [`traceax.Solution`][], whose `value` is a PyTree of the operator's structure, as is
-    its standard error `std_err`, for each entry. `stats["num_samples"]` is the number of
-    samples m: an interval for an entry takes the quantile of Student's t with m - 1
-    degrees of freedom. The estimate is unbiased; with the default estimator nearly so,
-    see there. Operators in bfloat16 or float16 are
-    applied in their own dtype; everything else is float32, and so are `value` and
-    `std_err`.
+    A [`traceax.Solution`][]. `value` and `std_err` are PyTrees of the operator's
+    structure, with a standard error for each entry. `stats["num_samples"]` is the
+    number of samples m: an interval for an entry takes the quantile of Student's t with
+    m - 1 degrees of freedom. The estimate is unbiased; with the default estimator there
+    is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
+    are applied in their own dtype; everything else is float32, and so are `value` and
+    `std_err`. Memory is that of the estimator, for the default about `5 k` vectors of
+    length n, and `9 k` with a semidefinite tag.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
-    operator's arrays. A derivative is an estimate of that of the diagonal, and as
-    unbiased.
+    operator's arrays. A derivative is an estimate of the derivative of the diagonal,
+    with no more bias than the value.
 
     **Raises:**
 
@@ -122,8 +123,8 @@ def leaf_traces(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
     structure with a scalar for each leaf. The values sum to that of [`traceax.trace`][]
-    with the same key and estimator, beyond rounding. `stats["num_samples"]` is the number
-    of samples. Derivatives as for `traceax.trace`.
+    with the same key and estimator, to rounding. `stats["num_samples"]` is the number
+    of samples. Products, memory and derivatives are those of `traceax.trace`.
 
     **Raises:**
 

@@ -120,7 +120,8 @@ class _DiagonalOfFunction(AbstractTask):
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
         pilot, extremes, truncated, rounding = product.look(jax.lax.stop_gradient(probe))
         in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
-        # A product that saw more than this one did is NaN.
+        # A product of the estimate is NaN if it met an eigenvalue outside the domain that
+        # this probe did not.
         lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
@@ -150,18 +151,17 @@ def diagonal_of_function(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    r"""Estimate the diagonal of $f(A)$ for a Hermitian operator: marginal variances are
-    that of the inverse.
+    r"""Estimate the diagonal of $f(A)$ for a Hermitian operator. The diagonal of the
+    inverse of a precision matrix has the marginal variances.
 
-    `diagonal` of [`traceax.function_of`][], and what that does not know: whether
-    eigenvalues were outside the domain, about how large the error of the Krylov
-    approximation is, and what a preconditioner knows of the inverse. With
-    $M = P^{-1/2} A P^{-1/2}$
+    It is `diagonal` of [`traceax.function_of`][], and besides checks whether eigenvalues
+    are outside the domain, estimates the error of the Krylov approximation, and uses a
+    preconditioner of the inverse. With $M = P^{-1/2} A P^{-1/2}$
 
     $$\mathrm{diag}\, A^{-1} = \mathrm{diag}\, P^{-1} + \mathrm{diag}\, P^{-1/2} (M^{-1} -
     I) P^{-1/2},$$
 
-    where the first part is known and the second one small, and M takes few steps.
+    where the first part is known, the second one is small, and M takes few steps.
 
     !!! Example
 
@@ -206,14 +206,15 @@ def diagonal_of_function(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
     structure, from at most `(k + 1) * num_steps` products: one more run looks at the
-    spectrum. `std_err` is the sampling error; [`traceax.Solution.interval`][] counts that
-    of the Krylov approximation too. `stats` has, beside the entries described there,
+    spectrum. Memory is that of `estimator`, and `num_steps` vectors for each probe of a
+    block. `std_err` is the sampling error; [`traceax.Solution.interval`][] counts the
+    error of the Krylov approximation too. `stats` has, beside the entries described
+    there,
 
     - `"ritz_values"`: the smallest and the largest of that run (of M, if there is a
         preconditioner);
-    - `"truncation_error"`: the root-mean-square error that the Krylov approximation, and
-        rounding in it, leave in the entries of one product, as that run tells it: an
-        estimate, not a bound.
+    - `"truncation_error"`: an estimate, not a bound, of the root-mean-square error of
+        the entries of one product, from the Krylov approximation and rounding in it.
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
     estimates of those of the diagonal, as those of [`traceax.function_of`][]. The

@@ -32,10 +32,10 @@ def divergence(
 ) -> tuple[_Point, Solution]:
     """A vector field and its divergence, the trace of its Jacobian, from one evaluation.
 
-    What a continuous normalizing flow needs at each step (Grathwohl et al., 2019), and
-    score matching. Products are made in reverse mode, with the transpose of the Jacobian,
-    whose trace is the same: that is the cheaper mode where the result is differentiated
-    again. For `x` of a batch, use `jax.vmap`.
+    Continuous normalizing flows need both at each step (Grathwohl et al., 2019), and so
+    does score matching. Products are made in reverse mode, with the transpose of the
+    Jacobian, whose trace is the same: that is the cheaper mode where the result is
+    differentiated again. For a batch of points, use `jax.vmap`.
 
     !!! Example
 

@@ -64,7 +64,7 @@ class DynamicTrace(eqx.Module):
     The $\gamma$ with the least variance in the long run is estimated from the same
     products: $1 - \gamma = (1 - \sqrt{1 - \rho^2}) / \rho$ with $\rho = 2 \mathrm{Re}\,
     \langle A_t, A_{t-1} \rangle / (\|A_t\|_F^2 + \|A_{t-1}\|_F^2)$. Where the operator
-    jumps, it starts afresh by itself.
+    changes much at once, $\gamma$ is near 1, and the estimate starts afresh.
 
     !!! Example
 
@@ -170,12 +170,12 @@ class DynamicTrace(eqx.Module):
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
-        the value. `stats` has `"num_matvecs"`, and `"gamma"`, 0 where the last estimate
-        is built upon and 1 where it is thrown away.
+        the value. `stats` has `"num_matvecs"`, and `"gamma"`: 0 where the last estimate
+        is kept whole, and 1 where it is discarded.
 
         **Raises:**
 
-        - `TypeError`: `state` is not that of a solution; the operator is none of lineax.
+        - `TypeError`: `state` is not that of a solution; the operator is not of lineax.
         - `ValueError`: the operator for the new parameters has another structure than the
             one for the old ones, or is not square.
         - An `equinox` run-time error with `throw=True`: a product was not finite.
@@ -209,9 +209,9 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     products, scale = normalise(jnp.concatenate(products, axis=1))
     before, after = jnp.split(products, 2, axis=1)
     # NOTE: the paper takes gamma from the same probes and from the variance carried
-    # along. Both go with the error, and over many updates the bias adds up. We take the
-    # gamma of the steady state, for each half of the probes from the other half: then T
-    # is unbiased.
+    # along. Both are correlated with the error, and over many updates the bias adds up.
+    # We take the gamma of the steady state, for each half of the probes from the other
+    # half, so that T is unbiased.
     norms = _mean_of_others(jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0))
     cross = 2 * _mean_of_others(jnp.sum((before.conj() * after).real, axis=0))
     ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)

@@ -17,8 +17,9 @@ from ._kernel.dense import factorising
 def full_precision(
     matmat: Callable[..., Array],
 ) -> Iterator[Callable[..., Array]]:
-    """Our own products must not fall to the low-precision default of an accelerator;
-    those with the operator, `matmat`, stay as the user has them."""
+    """A context in which matrix products are made in full precision, also on
+    accelerators whose default is less. It gives `matmat`, the product with the operator,
+    in the precision that the user has asked JAX for."""
     asked = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def as_asked(*args, **kwargs):

@@ -185,7 +185,8 @@ def from_flat(vector: Inexact[Array, " n"], structure: PyTree) -> PyTree:
 
 
 def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
-    """The operator as a map of flat vectors: PyTrees are joined leaf after leaf."""
+    """The operator, of `lineax`, as a map of flat vectors: the leaves of PyTrees are
+    joined one after another. It makes no product."""
     structure = operator.in_structure()
     dtype, precision = dtypes(operator)
     linear = lx.linearise(operator)

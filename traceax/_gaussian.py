@@ -52,10 +52,11 @@ def _solved(
 ) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
     """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
-    # The tolerances of a solver are beside one.
+    # The absolute tolerance of a solver is meant for a right-hand side of size one.
     unit = jnp.sqrt(jnp.mean(residual**2))
     unit = jnp.where(unit > 0, unit, 1)
-    # `lineax.CG` breaks down where an eigenvalue, preconditioned, is much below one.
+    # `lineax.CG` breaks down where an eigenvalue of the preconditioned operator is much
+    # below one.
     smallest = jnp.where(smallest > 0, smallest, 1)
 
     def inverse(x):
@@ -108,7 +109,8 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         constant = flat.size * math.log(2 * math.pi)
         return -(quadratic + log_det + constant) / 2
 
-    # In exact arithmetic conjugate gradients leave nothing along the solution.
+    # In exact arithmetic the residual of conjugate gradients is orthogonal to the
+    # solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     rounding = jnp.hypot(rounding, _dot(found, left_over))
     size = jnp.sqrt(_dot(frozen, frozen))
@@ -222,19 +224,19 @@ def gaussian_log_prob(
         quadratic form.
     - `preconditioner`: one that is made, as by [`traceax.nystrom_preconditioner`][], for
         the log-determinant and the solve.
-    - `solver`: for $x = A^{-1} r$. Its tolerances are beside a residual of root mean
-        square one. Default: `lineax.CG`, whose tolerances are the square root of the unit
-        roundoff.
+    - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of
+        one, so its tolerances are relative to that. Default: `lineax.CG` with
+        tolerances of the square root of the machine epsilon.
     - `initial`: a guess of $A^{-1} r$ that the solver starts from, such as
         `stats["solve"]` of the last step of an optimiser.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
     **Returns:**
 
-    A [`traceax.Solution`][]. `value` is second-order accurate in the error of the solve,
-    and `std_err` is half of that of the log-determinant, with rounding of the quadratic
-    form, which is seen in $x^T (r - A x)$. `stats` has, beside the entries described
-    there,
+    A [`traceax.Solution`][]. The error of `value` is of second order in the error of
+    the solve. `std_err` is half of that of the log-determinant, combined with the
+    rounding error of the quadratic form, which is measured by $x^T (r - A x)$. `stats`
+    has, beside the entries described there,
 
     - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
         `"solve_residual"`, $\\|r - A x\\| / \\|r\\|$. Neither `std_err` nor the interval
@@ -243,8 +245,8 @@ def gaussian_log_prob(
     - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
         [`traceax.logdet`][], with its own `stats`.
     - `"num_matvecs"`: the products of the log-determinant, one for each step of the
-        solver, and two. Solvers that make more products in a step, or count none, do not
-        say so.
+        solver, and two. It is too small for solvers that make more products in a step,
+        or do not count steps.
 
     Derivatives in what the operator closes over and in the residual: $-\\frac12
     \\mathrm{tr}(A^{-1} dA)$ is estimated, the others are $\\frac12 x^T dA\\, x$ and
@@ -280,7 +282,8 @@ def gaussian_log_prob(
     if solver is None:
         tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
         limit = 10 * operator.in_size()
-        # Without extra products: the true residual is known in the end.
+        # Without extra products to refresh the residual: the true one is computed at the
+        # end.
         solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
     if not isinstance(solver, lx.AbstractLinearSolver):
         raise TypeError(

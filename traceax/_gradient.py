@@ -35,19 +35,24 @@ from ._quantity import AbstractQuantity, Trace
 
 
 class AbstractFrame(eqx.Module):
-    """`linear`: whether the value is a linear functional of the operator."""
+    """Arrays L and R from which the derivative of an estimate is made:
+    `sum(conj(L) * (dA R))`, whose mean is the derivative of what is estimated.
+
+    - `right`: R, of shape `(n, p)`.
+    - `linear`: whether the value is a linear functional of the operator.
+    """
 
     right: eqx.AbstractVar[Inexact[Array, "n p"]]
     linear: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
     def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
-        """L.
+        """L, made from the operator where second derivatives need that.
 
         **Arguments:**
 
-        - `operator`: A, with derivatives. What L keeps of them is what second derivatives
-            see.
+        - `operator`: A, with derivatives. Second derivatives of the estimate see those
+            that L has.
 
         **Returns:**
 
@@ -56,6 +61,9 @@ class AbstractFrame(eqx.Module):
 
 
 class Frame(AbstractFrame):
+    """L is `constant`, of shape `(m, p)`, to derivatives of all orders: for traces and
+    other linear quantities."""
+
     constant: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = True
@@ -65,6 +73,9 @@ class Frame(AbstractFrame):
 
 
 class FirstOrderFrame(AbstractFrame):
+    """L is an `approximation`, of shape `(m, p)`, whose own derivative is not known: a
+    second derivative raises `NotImplementedError`."""
+
     approximation: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
     linear: ClassVar[bool] = False
@@ -74,11 +85,11 @@ class FirstOrderFrame(AbstractFrame):
 
 
 class SolvedFrame(AbstractFrame):
-    """`coefficient * A^(-num_solves) R`, or with the adjoint of A if it is not Hermitian
-    positive definite.
+    """L is `coefficient * A^(-num_solves) R`, with the adjoint of A if that is not
+    Hermitian positive definite, by linear solves that can be differentiated again.
 
-    The solves are with `A / unit`: the tolerances of a solver are beside one, and
-    `lineax.CG` breaks down where all eigenvalues are much below one.
+    The solves are with `A / unit`, because the tolerances of a solver are relative to
+    one, and `lineax.CG` breaks down where all eigenvalues are much below one.
     """
 
     right: Inexact[Array, "n p"]
@@ -137,8 +148,20 @@ def attach(
     execution: AbstractExecution,
     quantity: AbstractQuantity = Trace(),
 ) -> Inexact[Array, "*q"]:
-    """`value` of a linear quantity, with the derivative in the operator's arrays that the
-    frame says. Make `value` and `frame` from `operator.frozen`."""
+    """Give an estimate the derivative in the operator's arrays that its frame defines.
+
+    **Arguments:**
+
+    - `operator`: A, as a map of flat vectors, with derivatives.
+    - `value`: the estimate, made from `operator.frozen`.
+    - `frame`: L and R, made from `operator.frozen`.
+    - `execution`: where the derivative of A is applied to the p columns of R.
+    - `quantity`: what is estimated. Default: the trace.
+
+    **Returns:**
+
+    An array equal to `value`. Without a derivative it costs nothing.
+    """
     return _attach(operator, value, frame, execution=execution, quantity=quantity)
 
 
@@ -160,7 +183,8 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
 
     tangent = tangents[1]
     if tangent is not None and not frame.linear:
-        # A factor, not the tangent itself: reverse mode drops a rule linear in that.
+        # The refusal is put into a factor, not around the tangent: reverse mode would
+        # drop a rule that is linear in the tangent.
         tangent = tangent * _refuse_second(operator, jnp.ones_like(tangent))
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
         _, along = eqx.filter_jvp(contract, (operator,), (tangents[0],))
@@ -170,8 +194,9 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
 
 
 def attach_derivative(value: Array, surrogate: Callable[[], Array]) -> Array:
-    """`value`, with the derivatives of `surrogate()` in what that closes over, besides
-    its own. Without a derivative the surrogate is traced, but not run."""
+    """An array equal to `value`, whose derivative is its own plus that of `surrogate()`
+    in the arrays that this function closes over. Without a derivative the surrogate is
+    traced, but not run."""
     return _with_surrogate(value, eqx.filter_closure_convert(surrogate))
 
 
@@ -193,7 +218,8 @@ def _with_surrogate_rule(primals, tangents) -> Any:
 def read_by(
     quantity: AbstractQuantity,
 ) -> Callable[[FlatOperator, tuple[Array, Array]], Array]:
-    """What the quantity reads of columns of a frame."""
+    """A function that computes the part of the quantity from one pair of columns of a
+    frame."""
 
     @eqx.filter_checkpoint
     def read(operator, columns):

@@ -26,7 +26,7 @@ class Assessment(eqx.Module):
 
 class LoopState(eqx.Module):
     """What a later call goes on from: the number of rounds made, the buffers that they
-    filled, what was assessed of them, and after how many rounds in a row up to now that
+    filled, their assessment, and the number of rounds in a row, up to now, after which it
     was good enough."""
 
     rounds: Int[Array, ""]
@@ -37,8 +37,8 @@ class LoopState(eqx.Module):
 
 
 class LoopResult(eqx.Module):
-    """How a loop ended: the fields of [`Estimate`][] that it decides. With a fixed budget
-    there is one round, and nothing to tell."""
+    """How a loop ended: the fields of [`Estimate`][] that it sets. With a fixed budget
+    there is one round, and these are the defaults."""
 
     rounds: Int[Array, ""] | int = 1
     result: Any = None
@@ -141,8 +141,8 @@ def _report(
 def _resume(
     adaptive: Adaptive, empty: PyTree[Array]
 ) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
-    """The rounds of a shorter run, what it left in the buffers of a longer one, and what
-    was assessed of it."""
+    """The number of rounds of a shorter run, its buffers in those of a longer one, and
+    its assessment."""
     earlier, round_size = adaptive.state, adaptive.round_size
     if earlier.round_size != round_size:
         raise ValueError(
@@ -205,8 +205,9 @@ def fold(
     execution: AbstractExecution,
     width: int = 1,
 ) -> tuple[Inexact[Array, "*q"], tuple]:
-    """The sum of the first results of `fn(operator, i)` for i below k, and one summary of
-    all, as for `stream`. Holds what the execution takes at a time."""
+    """The sum of the first results of `fn(operator, i)` for i below k, and one
+    summary of all, as for `stream`. It holds only as many results as the execution
+    takes at a time."""
 
     def add(carry, indices):
         total, summary = carry
@@ -277,8 +278,8 @@ def stream(
     `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
     `merge` makes one summary of several that are stacked. A summary of no samples is all
     zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. How accurate an adaptive budget is so far is told in the
-    form that the `quantity` has for users.
+    than the execution takes. The error that an adaptive budget compares with its
+    tolerance is that of what the `quantity` presents to users.
     """
     if not isinstance(k, Adaptive) and not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)

@@ -99,7 +99,7 @@ def laplacian(
     check_scalar("fn", fn, x)
     value, gradient = jax.value_and_grad(fn)(x)
     structure = jax.eval_shape(lambda: x)
-    # In the place of the Hessian, which is not made: its size and dtype.
+    # It stands for the Hessian, which is not made, and has its size and dtype.
     operator = lx.IdentityLinearOperator(structure)
     dtype, _ = dtypes(operator)
 
@@ -155,7 +155,7 @@ class _Laplacian(AbstractTask):
         def directions(indices):
             return draw(RademacherSampler(), needed(key), indices, size, dtype).T
 
-        # For the error bar alone: without that no compiled program has them.
+        # For the error bar alone: compiled programs that do not use it leave them out.
         arrays, static = eqx.partition(self, eqx.is_array)
         frozen: _Laplacian = eqx.combine(jax.lax.stop_gradient(arrays), static)
         samples = frozen._along_each(directions, k)

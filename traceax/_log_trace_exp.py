@@ -8,22 +8,30 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.scipy.special import logsumexp
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_operator, check_positive
+from ._checks import check_hermitian, check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._gradient import attach, attach_derivative, FirstOrderFrame
 from ._iterate import stream, sum_over_rounds
 from ._kernel.dense import eigh
-from ._kernel.lanczos import lanczos, unit
+from ._kernel.lanczos import lanczos_run, unit
 from ._kernel.quadrature import apply_to_first, ritz
+from ._matfun.lanczos import Lanczos
 from ._matfun.quadratic_form import span
+from ._matfun.steps import (
+    AdaptiveSteps,
+    check_steps,
+    choose_steps,
+    excess,
+    standard_error,
+)
 from ._moments import Moments
 from ._quantity import AbstractQuantity, Trace
 from ._sampler import draw_for, RademacherSampler
-from ._solution import Estimate, Solution
+from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
 
 
@@ -57,8 +65,8 @@ class _LogMoments(eqx.Module):
         return self.shift + jnp.log(self.scaled.mean)
 
     def std_err(self) -> Real[Array, ""]:
-        """How far below that the logarithm of the mean less its standard error is. To
-        first order this is the relative error; infinite where that is 1."""
+        """`log(m) - log(m - s)` for the mean m and its standard error s. To first order
+        this is the relative error s / m; it is infinite where that is 1 or more."""
         relative = self.scaled.std_err() / self.scaled.mean
         known = relative < 1
         return jnp.where(known, -jnp.log1p(-jnp.where(known, relative, 0)), jnp.inf)
@@ -77,44 +85,52 @@ class _Run(eqx.Module):
     - `left`: the derivative of that in A is `Re(left* dA z)`.
     - `error`: an estimate of that of the rule, in log units: twice the change by a step
         less, or by one more that repeats the last coefficients, whichever is larger.
+    - `square`: `|exp(s A) z|^2` over the square of the exponential of `value`.
     - `residual`, `extremes`: as in `QuadraticForm`.
     """
 
     value: Real[Array, ""]
     left: Inexact[Array, " n"]
     error: Real[Array, ""]
+    square: Real[Array, ""]
     residual: Real[Array, ""]
     extremes: Real[Array, 2]
 
     @classmethod
-    def of(
-        cls, flat: FlatOperator, probe: Array, scale: Real[Array, ""], num_steps: int
+    def read(
+        cls, state: PyTree[Array], steps: Int[Array, ""] | int, scale: Real[Array, ""]
     ) -> _Run:
-        run = lanczos(flat.mv, probe, num_steps, eps=flat.eps)
-        alpha, beta = run.alpha, run.beta
+        run = lanczos_run(state, steps)
+        alpha, (beta, rest) = run.alpha, (run.beta.at[-1].set(0), run.beta[-1])
 
         def gauss(alpha, beta):
             nodes, vectors = ritz(alpha, beta)
             return logsumexp(scale * nodes, b=vectors[0] ** 2), nodes, vectors
 
         log, nodes, vectors = gauss(alpha, beta)
-        after, *_ = gauss(jnp.append(alpha, alpha[-1]), jnp.append(beta, 0))
-        before = after
-        if num_steps > 1:
-            before, *_ = gauss(alpha[:-1], beta[:-1])
+        index = jnp.arange(len(alpha) + 1)
+        repeated = jnp.where(
+            index == run.last + 1, alpha[run.last], jnp.append(alpha, alpha[0])
+        )
+        after, *_ = gauss(
+            repeated, jnp.where(index == run.last, rest, jnp.append(beta, 0))
+        )
+        before, *_ = gauss(alpha, jnp.where(index[:-1] == run.last - 1, 0, beta))
         error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
-        # Shifted again: what is left of the largest exponent may be below its roundoff.
+        # Shifted again, since the difference from the largest exponent may be below its
+        # roundoff.
         weights = vectors[0] ** 2
         exponents = jnp.where(weights > 0, scale * nodes, -jnp.inf)
         shares = jnp.exp(exponents - jnp.max(exponents))
         shares = shares / jnp.sum(weights * shares)
         slope = apply_to_first(nodes, vectors, scale * shares)
         size = unit(apply_to_first(nodes, vectors, shares * nodes))[1] * jnp.abs(scale)
-        residual = beta[-1] * jnp.abs(slope[-1]) / jnp.where(size > 0, size, 1)
+        residual = rest * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
         return cls(
             value=2 * jnp.log(run.norm) + log,
             left=jnp.matmul(slope, run.basis, precision="highest") / run.norm,
-            error=jnp.where(beta[-1] > 0, error, 0),
+            error=jnp.where(rest > 0, error, 0),
+            square=jnp.sum(weights * shares**2) / run.norm**2,
             residual=residual,
             extremes=nodes[jnp.array([0, -1])],
         )
@@ -124,7 +140,7 @@ class _LogTraceExp(AbstractTask):
     """The settings of one call."""
 
     scale: Real[Array, ""]
-    num_steps: int = eqx.field(static=True)
+    num_steps: int | AdaptiveSteps
     quantity: AbstractQuantity = Trace()
 
     @property
@@ -172,11 +188,13 @@ class _LogTraceExp(AbstractTask):
     ) -> Estimate:
         flat = flatten(operator)
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
-        num_steps = min(self.num_steps, flat.size)
+        most, steps, spent = self._steps(flat, k, key, execution, scale)
 
         def body(flat, index):
-            probe = draw_for(flat, RademacherSampler(), key, index[None])
-            one = _Run.of(flat.frozen, probe[:, 0], scale, num_steps)
+            probe = _draw(flat, key, index)
+            state = _LANCZOS.start(flat, probe[:, 0], most)
+            state = _LANCZOS.advance(flat.frozen, state, 0, steps)
+            one = _Run.read(state, steps, scale)
             frame = FirstOrderFrame(one.left[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
             return value, (one.error, one.extremes, one.residual)
@@ -191,7 +209,7 @@ class _LogTraceExp(AbstractTask):
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
             return _LogMoments.merge(moments), span(extremes)
 
-        streamed = stream(body, reduce, merge, flat, k, execution, width=num_steps)
+        streamed = stream(body, reduce, merge, flat, k, execution, width=most)
         (moments, extremes), samples = streamed.summary, streamed.samples
         assert samples is not None
         value = jax.lax.stop_gradient(moments.mean)
@@ -203,7 +221,7 @@ class _LogTraceExp(AbstractTask):
             indices = jnp.arange(len(samples)).reshape(shape)
             share = lambda flat, i: jnp.exp(body(flat, i)[0] - value)  # noqa: E731
             rounds = streamed.loop.rounds
-            total = sum_over_rounds(share, flat, indices, rounds, execution, num_steps)
+            total = sum_over_rounds(share, flat, indices, rounds, execution, most)
             return value + jnp.log(total / streamed.count)
 
         errors, _, residuals = streamed.others
@@ -211,23 +229,68 @@ class _LogTraceExp(AbstractTask):
         error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
+        size = jnp.max(jnp.abs(scale * extremes))
+        extra, result = {}, streamed.loop.result
+        if isinstance(self.num_steps, AdaptiveSteps):
+            extra["num_steps"] = steps
+            if isinstance(k, Adaptive):
+                missed = excess(error / 2 - flat.rounding * size, k.tolerance(value)) > 1
+                wide = failure(missed, RESULTS.max_steps_reached)
+                result = first_failure(result, wide)
         return Estimate(
             value=attach_derivative(value, live),
             std_err=std_err,
             samples=samples,
-            num_matvecs=streamed.count * num_steps,
+            num_matvecs=streamed.count * steps + spent,
             rounding=flat.rounding,
-            magnitude=jnp.max(jnp.abs(scale * extremes)),
-            result=streamed.loop.result,
+            magnitude=size,
+            result=result,
             extra={
                 "gradient_residual": residuals,
                 "ritz_values": extremes,
                 "quadrature_error": error,
+                **extra,
                 **streamed.loop.extra,
             },
             state=streamed.loop.state,
             bounds=bounds,
         )
+
+    def _steps(
+        self,
+        flat: FlatOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+        scale: Real[Array, ""],
+    ) -> tuple[int, Int[Array, ""] | int, Int[Array, ""] | int]:
+        """How many steps there is room for, how many are to be made, and how many it took
+        to find out."""
+        if not isinstance(self.num_steps, AdaptiveSteps):
+            return self.num_steps, self.num_steps, 0
+        constant = jax.lax.stop_gradient(scale)
+
+        def look(flat, state, made):
+            one = _Run.read(state, made, constant)
+            if isinstance(k, Adaptive):
+                aimed = k.tolerance(one.value)
+            else:
+                aimed = standard_error(one.square - 1 / flat.size, k)
+            size = jnp.max(jnp.abs(constant * one.extremes))
+            return excess(one.error / 2 - flat.rounding * size, aimed)
+
+        probe = _draw(flat, key, jnp.zeros((), int))[:, 0]
+        steps = choose_steps(self.num_steps, _LANCZOS, flat, probe, 4, look, execution)
+        return self.num_steps.max_steps, steps, steps
+
+
+def _draw(
+    flat: FlatOperator, key: PRNGKeyArray | None, index: Int[Array, ""]
+) -> Inexact[Array, "n 1"]:
+    return draw_for(flat, RademacherSampler(), key, index[None])
+
+
+_LANCZOS = Lanczos()
 
 
 def _real_scalar(scale: Any) -> Real[Array, ""]:
@@ -247,7 +310,7 @@ def log_trace_exp(
     scale: Scalar | float = 1.0,
     *,
     k: int | Adaptive,
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -255,8 +318,8 @@ def log_trace_exp(
     """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator, however large
     $s A$ is: the logarithm of a partition function, or a smooth maximum of eigenvalues.
 
-    Nothing is exponentiated but differences to the largest exponent, so $s A$ may be of
-    any size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
+    Only differences from the largest exponent are exponentiated, so $s A$ may be of any
+    size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
     float32 where an eigenvalue of $s A$ is above 88.
 
     !!! Example
@@ -272,7 +335,7 @@ def log_trace_exp(
         hamiltonian = lx.MatrixLinearOperator(energies, lx.symmetric_tag)
 
         def log_partition_function(beta):
-            settings = {"k": 30, "num_steps": 60, "key": jax.random.key(0)}
+            settings = {"k": 30, "key": jax.random.key(0)}
             solution = tx.log_trace_exp(hamiltonian, -beta, **settings)
             return solution.value, solution.std_err
 
@@ -289,19 +352,22 @@ def log_trace_exp(
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
         10% of the trace.
-    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
-        n count as n. About $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$, and a few
-        more.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
+        than n count as n. It takes somewhat more than
+        $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
+        [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
+        small beside the sampling error or the tolerance, found by one run more.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real `value`, the logarithm; at most `k * num_steps`
-    products. `std_err` is in the units of the logarithm: the distance down to the
-    logarithm of the mean less its standard error. It is infinite where that is not
-    positive, since then the samples do not tell the size of the trace from below. Where
-    few eigenvalues count it does not fall with n, and is about $\\sqrt{2/k}$ for a single
-    one. The value is biased down by about half the square of `std_err`.
+    products, and those of one probe more where the steps are adaptive. `std_err` is that
+    of the logarithm: with m the mean of the exponentials and s its standard error,
+    $\\log m - \\log(m - s)$. It is infinite where $m \\le s$, since then the samples
+    give no lower bound. Where a single eigenvalue outweighs the others it is about
+    $\\sqrt{2/k}$, whatever n is. The value is biased downward by
+    about half the square of `std_err`.
 
     `stats` has `"samples"`, the logarithms of $z^* \\exp(s A) z$ for each probe, of whose
     exponentials `value` is the logarithm of the mean; `"quadrature_error"`, an estimate
@@ -319,10 +385,11 @@ def log_trace_exp(
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is too small; `key` is missing.
-    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    - An `equinox` run-time error with `throw=True`: a product was not finite; the largest
+        number of adaptive steps is too small for the tolerance.
     """
     check_operator(operator)
     check_hermitian(operator)
-    num_steps = check_positive("num_steps", num_steps)
+    num_steps = check_steps(num_steps, operator.in_size())
     task = _LogTraceExp(scale=_real_scalar(scale), num_steps=num_steps)
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

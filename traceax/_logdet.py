@@ -142,15 +142,16 @@ def logdet(
         PyTrees, of any floating dtype.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
-        it takes to reach a tolerance (of `std_err`; the bracket depends on `num_steps`).
-    - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
-        count as n. Or [`traceax.AdaptiveSteps`][], as by default: as many as the bracket
-        needs to be narrow beside the error that is aimed at.
+        it takes to reach a tolerance of the sampling error.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
+        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default: so many that
+        the quadrature error is small beside the sampling error or the tolerance, found
+        by one run more.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
-    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative of
-        one tagged negative), made from the same or from a similar operator. See
+    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
+        of one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
-        [`traceax.AutoPreconditioner`][], which makes one, of a rank that fits.
+        [`traceax.AutoPreconditioner`][], which makes one and chooses its rank.
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where and how many at a time products are made.
@@ -164,12 +165,16 @@ def logdet(
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
         operator, $(-1)^n$; for structured operators the sign, or in complex arithmetic
         the phase. Absent for other operators.
-    - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`, between
-        whose ends `value` would lie without quadrature error (for the same probes);
-        `"sample_brackets"`, the same for each probe, shape `(k, 2)`; `"ritz_values"`, the
-        smallest and the largest (of the preconditioned operator, if there is a
-        preconditioner); `"gradient_residual"`, shape `(k,)`, the relative
-        residuals of solves by as many steps, which bound the bias of the gradient.
+    - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`,
+        between whose ends `value` would lie without quadrature error (for the same
+        probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
+        `"ritz_values"`, the smallest and the largest Ritz value (of the preconditioned
+        operator, if there is a preconditioner); `"gradient_residual"`, shape `(k,)`,
+        the relative residuals of conjugate gradients after as many steps, which bound
+        the bias of the gradient.
+
+    Memory: `num_steps` vectors of length n for each probe of a block, and for a
+    derivative 8 for each probe, as [`traceax.SLQEstimator`][] says.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.
 
@@ -180,7 +185,8 @@ def logdet(
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
         missing; `preconditioner` or `estimator` does not fit the operator.
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
-        positive definite; it is singular; a product was not finite.
+        positive definite; it is singular, or too ill conditioned for its precision; a
+        product was not finite; a tolerance was not reached.
     """
     check_operator(operator)
     num_steps = check_steps(num_steps, operator.in_size())

@@ -60,7 +60,8 @@ class Moments(eqx.Module):
             return part.count / jnp.maximum(total, 1) * (part.center - pivot)
 
         def largest(part):
-            # One maximum: that of units, often constants, would be folded, which is slow.
+            # One maximum of both: XLA would fold that of the units, which are often
+            # constants, and that is slow.
             return jnp.maximum(jnp.max(jnp.abs(shift(part)), axis=0), part.unit)
 
         def square(part):
@@ -126,7 +127,8 @@ class Moments(eqx.Module):
 
 
 def _beside(x: Array, entries: Array) -> Array:
-    """A number for each sample, to be combined with the entries of the samples."""
+    """A number for each sample, reshaped to broadcast against the entries of the
+    samples."""
     return x.reshape(x.shape + (1,) * (entries.ndim - x.ndim))
 
 

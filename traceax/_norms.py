@@ -51,18 +51,18 @@ def frobenius_norm(
 
     **Arguments:**
 
-    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. Products
-        with the adjoint are products.
+    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. `k`
+        counts products with the adjoint, too.
     - `estimator`: one whose samples are products with random vectors, as
         [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
         is given the operator $A A^*$, tagged positive semidefinite.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are those of
-    the square of the norm. A square that over- or underflows its dtype is an error, and
-    the value infinite or NaN. Derivatives are those of the estimate; of the square they
-    are unbiased.
+    A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are samples
+    of the square of the norm. Where a square over- or underflows its dtype, the call
+    fails and the value is infinite or NaN. Derivatives are those of the estimate; those
+    of the square are unbiased. Memory: one block of probes, or that of the `estimator`.
 
     **Raises:**
 
@@ -114,10 +114,10 @@ def row_norms(
     **Returns:**
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
-    operator's structure. `stats["num_samples"]` is the number of samples. Derivatives are
-    those of the estimate; of the squares they are unbiased. Where the estimate of a
-    square is negative, the row is 0, its `std_err` the root of that of the square, and
-    its derivative 0.
+    operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
+    are those of the estimate; those of the squares are unbiased. Where the estimate of
+    a square is negative, the row is 0, its `std_err` the root of that of the square,
+    and its derivative 0.
 
     **Raises:**
 
@@ -140,8 +140,8 @@ def frobenius_products(
     """Estimate $\\mathrm{tr}(A_i^* A_j)$ for all pairs of several square operators, from
     `k` products with each.
 
-    The mean of $(A_i \\omega)^* (A_j \\omega)$, the same random vectors for all
-    operators. For symmetric operators these are the $\\mathrm{tr}(A_i A_j)$ of the
+    It is the mean of $(A_i \\omega)^* (A_j \\omega)$, with the same random vectors for
+    all operators. For symmetric operators these are the $\\mathrm{tr}(A_i A_j)$ of the
     moment equations for variance components (Haseman-Elston regression).
 
     !!! Example
@@ -172,8 +172,9 @@ def frobenius_products(
 
     A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and
     positive semidefinite, beyond rounding, with a standard error for each entry.
-    `stats["num_matvecs"]` are the products with each operator. Values are unbiased, and
-    so are their derivatives.
+    `stats["num_matvecs"]` is the number of products with each operator. Values are
+    unbiased, and so are their derivatives. Memory: one block of probes and its products
+    with each.
 
     **Raises:**
 

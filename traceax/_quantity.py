@@ -1,9 +1,10 @@
-"""What is read of an operator: its trace, its diagonal, the trace of each leaf, ...
+"""Quantities of an operator that are estimated: its trace, its diagonal, the trace of
+each leaf, ...
 
 Estimators make pairs `(left, image)` of vectors for which, in the mean, the sum of
-`image left*` is the operator A. A *quantity* reads them. One that is `linear` in the
-image can be read of any such pairs; a quadratic one, as `||A||_F^2 = E ||A w||^2`, of
-images `A w` of random probes alone.
+`image left*` is the operator A. A *quantity* is computed from them. One that is `linear`
+in the image can be computed from any such pairs; a quadratic one, as
+`||A||_F^2 = E ||A w||^2`, only from images `A w` of random probes.
 """
 
 import abc
@@ -20,7 +21,8 @@ from jaxtyping import Array, Inexact, PyTree
 
 
 class AbstractQuantity(eqx.Module):
-    """A quantity that is the sum of what is read of pairs of vectors.
+    """A quantity of a matrix that is a sum over rank-one matrices `image left*`: `read`
+    computes the part of one pair of vectors.
 
     **Attributes:**
 
@@ -190,17 +192,17 @@ class Shifted(AbstractQuantity):
 
 
 def _noticed(square: Array, nonzero: Array) -> Array:
-    """A square, as the smallest normal number where it is less without being zero, so
-    that what underflows is not taken for zero."""
+    """A square, raised to the smallest normal number where it underflows without being
+    zero."""
     smallest = jnp.finfo(square.dtype).tiny
     lost = nonzero & (square < smallest)
     return square + jax.lax.stop_gradient(jnp.where(lost, smallest, 0))
 
 
 def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root of a power, whose error is less by the derivative, and for powers of 1 or
-    more at most the root of the error. Infinite, as what overflows, where underflow has
-    left no correct digit."""
+    """The root of a power and its error, which is that of the power times the derivative
+    of the root, and for powers of 1 or more at most the root of the error. The root is
+    infinite where underflow has left no correct digit."""
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)

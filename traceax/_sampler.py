@@ -154,7 +154,20 @@ def draw_for(
     key: PRNGKeyArray | None,
     indices: Array,
 ) -> Inexact[Array, "n m"]:
-    """Probes that the operator's own dtypes hold exactly."""
+    """Draw probes for an operator, rounded to its coarsest dtype, so that they enter
+    products exactly.
+
+    **Arguments:**
+
+    - `operator`: a map of flat vectors of length n.
+    - `sampler`: distribution of the probes.
+    - `key`: a JAX PRNG key; `None` raises a `ValueError`.
+    - `indices`: which probes, an integer array of shape `(m,)`.
+
+    **Returns:**
+
+    An array of shape `(n, m)`. Its column for the index i depends on `key` and i alone.
+    """
     key = needed(key)
     dtype = probe_dtype(sampler, operator.dtype)
     probes = draw(sampler, key, indices, operator.size, dtype)
@@ -162,7 +175,8 @@ def draw_for(
 
 
 def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
-    """Whether probes are resphered; None does where it can be done."""
+    """Whether probes are resphered; with None they are where the sampler is rotation
+    invariant."""
     return sampler.rotation_invariant if improved is None else improved
 
 
@@ -186,8 +200,8 @@ def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
 
 def _drawn(n: int) -> int:
     """How many numbers to draw where `n` are used. The first ones of a longer draw are
-    the same. XLA:CPU unrolls loops of a length such as 10 and takes seconds to compile
-    them; multiples of 16 it makes vectors of."""
+    the same. XLA:CPU unrolls loops of a length such as 10, which takes seconds to
+    compile; loops over multiples of 16 it vectorises."""
     return -(-n // 16) * 16
 
 

@@ -63,7 +63,8 @@ class _Schatten(AbstractFunctionTask):
         return self._checked(flat, estimate)
 
     def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
-        """With what underflows infinite, and no derivative where there is none."""
+        """The estimate, infinite where it underflowed, and with a derivative of NaN where
+        the norm has none."""
         smallest, largest = estimate.extra["ritz_values"]
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
@@ -75,14 +76,15 @@ class _Schatten(AbstractFunctionTask):
 
 @jax.custom_jvp
 def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Array, ""]:
-    """`value`, whose derivative is NaN `where` told."""
+    """`value`, with a derivative of NaN `where` this is true."""
     return value
 
 
 @_undifferentiable.defjvp
 def _undifferentiable_rule(primals, tangents):
     value, where = primals
-    # A factor: in reverse mode the choice of a constant would be one of no derivative.
+    # NaN is put into a factor: in reverse mode a constant in its place would have no
+    # derivative.
     return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 
@@ -101,10 +103,11 @@ def schatten_norm(
     for its singular values $\\sigma_i$, from products with vectors.
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm; for `p < 1` it is a quasi-norm.
-    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or that of $A A^*$ if
-    it is smaller, is estimated by Golub-Kahan. It sees singular values down to the
-    roundoff of the largest, and not to its root. The estimate is unbiased for this sum
-    but for the quadrature error.
+    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or the same with
+    $A A^*$ if that is smaller, is estimated by Golub-Kahan bidiagonalisation, which
+    never forms these products. So singular values are resolved down to the machine
+    epsilon times the largest, and not only to its square root. The estimate of
+    $\\sum_i \\sigma_i^p$ is unbiased except for the quadrature error.
 
     !!! Example
 
@@ -125,7 +128,7 @@ def schatten_norm(
     **Arguments:**
 
     - `operator`: any `lineax.AbstractLinearOperator`, real or complex, on arrays or
-        PyTrees, which may be others in than out. Let n be the smaller of its sizes.
+        PyTrees; input and output may differ. Let n be the smaller of its sizes.
     - `p`: a positive Python number.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
@@ -133,21 +136,23 @@ def schatten_norm(
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as for [`traceax.trace`][].
-    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is one of the singular
-        values of which there are n.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
+        singular values.
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
-    products with the operator and as many with its transpose. `std_err` is the sampling
-    error. `stats["samples"]` are those of the sum of powers, and so are, where `p < 4`
-    and not 2, the entries `"bracket"` and `"sample_brackets"`, which tell the quadrature
-    error; `"ritz_values"` are the smallest and the largest singular value seen.
+    products with the operator and as many with its transpose, and with
+    [`traceax.AdaptiveSteps`][] one run more. Memory: `2 num_steps` vectors for each
+    probe of a block. `std_err` is the sampling error. `stats` has `"samples"` of the
+    sum of powers; where `p < 4` and not 2, `"bracket"` and `"sample_brackets"` of the
+    same sum, which bound the quadrature error; and `"ritz_values"`, the smallest and
+    the largest singular value seen.
 
-    Derivatives in the operator's arrays are those of the estimate: of the sum of powers
-    they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$, of
-    first order only. Where singular values are zero the norm with `p=1` has none, and
-    this is a subgradient, 0 in those directions; with `p < 1` it is NaN.
+    Derivatives in the operator's arrays are of first order only. For the sum of powers
+    they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$.
+    Where singular values are zero, the norm with `p=1` has no derivative, and the
+    result is a subgradient, 0 in those directions; with `p < 1` it is NaN.
 
     **Raises:**
 

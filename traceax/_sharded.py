@@ -74,9 +74,9 @@ class Sharded(AbstractExecution):
     """Run on a mesh of devices, each with its own share of the probes.
 
     Each device applies the operator to `ceil(k / d)` probes, d the size of the axis, in
-    blocks as [`traceax.Local`][] does. The operator's arrays are on every device, unless
-    they are sharded over other axes of the mesh, and then they stay so. Answers do not
-    depend on the mesh, beyond rounding: probe `i` is always drawn from
+    blocks as [`traceax.Local`][] does. The operator's arrays are copied to every
+    device, except that arrays which are sharded over other axes of the mesh stay so.
+    Answers on different meshes differ by rounding alone: probe `i` is always drawn from
     `jax.random.fold_in(key, i)`.
 
     - Estimators with independent samples (Hutchinson, SLQ) communicate once for a value,
@@ -173,11 +173,13 @@ class Sharded(AbstractExecution):
     def _manual(
         self, share: Callable, arrays: PyTree, xs: PyTree, valid: Array
     ) -> tuple[PyTree, PyTree]:
-        """`share` on each device, and its second result in a table on all of them."""
+        """`share` on each device; its second results are gathered in a table on all
+        devices."""
         devices, split = self.mesh.shape[self.axis], PartitionSpec(self.axis)
 
         def one(arrays, xs, valid, row):
-            # For `check_vma`: once and here, or a derivative sums where they are used.
+            # For `check_vma`: cast here once, or a derivative is summed over devices
+            # wherever they are used.
             arrays = jax.lax.pcast(arrays, self.axis, to="varying")
             outs, part = share(arrays, xs, valid)
             part, unravel = ravel_pytree(part)
@@ -209,7 +211,8 @@ class Sharded(AbstractExecution):
             split = NamedSharding(self.mesh, PartitionSpec(self.axis, *rest))
             return jax.lax.with_sharding_constraint(x, split)
 
-        # Arrays once for each device, or a derivative sums where they are used.
+        # One copy of the arrays for each device, or a derivative is summed over devices
+        # wherever they are used.
         arrays = jax.tree.map(
             lambda x: spread(jnp.broadcast_to(x, (devices, *x.shape))), arrays
         )
@@ -274,7 +277,7 @@ class _ByRows(eqx.Module):
     axis: str = eqx.field(static=True)
 
     def __call__(self, vector: Array) -> Array:
-        # Inside `shard_map` it is another mesh, with the axis of the probes taken out.
+        # Inside `shard_map` the mesh is another one, without the axis of the probes.
         inside = get_abstract_mesh()
         mesh = self.mesh if inside.empty else inside
         split = NamedSharding(mesh, PartitionSpec(self.axis))

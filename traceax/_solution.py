@@ -128,10 +128,12 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
         negative or zero.
-    - `zero_determinant`: of a structured or of a general square operator.
-    - `precision_lost`: of a trace of a function, rounding errors of the products are a
+    - `zero_determinant`: the determinant of a structured or a general operator is zero.
+    - `precision_lost`: for a trace of a function, rounding errors of the products are a
         large part of the error that is reported.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
+    - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
+        were too few for the tolerance; or a linear solve did not converge.
     - `outside_domain`: for another function, a Ritz value was outside of its domain.
 
     `RESULTS[solution.result]` is the message.
@@ -168,13 +170,14 @@ def first_failure(*results: Any) -> Any:
 
 
 def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
-    """`how` if `failed`, else `RESULTS.successful`."""
+    """The result of a test: `how`, a member of `RESULTS`, where `failed`, a scalar of
+    booleans, is true, else `RESULTS.successful`."""
     successful: Any = RESULTS.successful
     return RESULTS.where(jnp.asarray(failed), how, successful)
 
 
 class Estimate(eqx.Module):
-    """What an estimator hands back: one estimate per probe, and what follows from them.
+    """What an estimator returns: the estimate, its standard error, and how it was made.
 
     - `value`: the estimate. The only field that carries derivatives.
     - `std_err`: its standard error.
@@ -187,11 +190,11 @@ class Estimate(eqx.Module):
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
     - `num_samples`: how many samples the estimate is the mean of.
-    - `probes`: a function that makes the probes, shape `(n, p)`, in whose products the
-        derivative of `value` is read; the mean of their outer products is the identity.
-    - `bounds`: of `value` without quadrature error and rounding, for the same samples:
-        the lower one with its standard error, and the upper one with its; None if there
-        are no such errors, beside `rounding`.
+    - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
+        derivative of `value` is made; the mean of their outer products is the identity.
+    - `bounds`: bounds of what `value` would be without quadrature error and rounding,
+        for the same samples: the lower one with its standard error, and the upper one
+        with its own; None if there are no such errors, beside `rounding`.
     """
 
     value: Inexact[Array, "*q"]
@@ -230,18 +233,18 @@ class Solution(eqx.Module):
 
     - `value`: the estimate, a scalar or, for a quantity with entries, a PyTree, of the
         operator's dtype (float32 for operators in bfloat16 or float16); real for norms,
-        log-determinants and traces of functions.
+        log-determinants and traces of functions of Hermitian operators.
     - `std_err`: the standard error of `value`, real, of its structure and in its units.
         `inf` where one sample leaves it unknown; 0 where the value is exact.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
-    - `stats`: a dictionary. `"num_matvecs"`: products with the operator; `"samples"`:
-        the per-sample estimates, shape `(m,)`, whose mean is `value`, or where that is
-        not a scalar `"num_samples"`, their number m; `"std.err"`: the
-        standard error again, under the name that traceax 1.0 gave it. Traces of
-        functions have `"bounds"`, shape `(2, 2)`: a lower bound of what `value` would be
-        without quadrature error and rounding, for the same probes, with its standard
-        error, and an upper bound with its. Estimators may add entries of their own and
-        document them.
+    - `stats`: a dictionary. `"num_matvecs"` is the number of products with the
+        operator. `"samples"` are the per-sample estimates, shape `(m,)`, whose mean is
+        `value`; where that is not a scalar, there is their number m instead,
+        `"num_samples"`. `"std.err"` is the standard error again, under the name that
+        traceax 1.0 gave it. Traces of functions have `"bounds"`, shape `(2, 2)`: a
+        lower bound of what `value` would be without quadrature error and rounding, for
+        the same probes, with its standard error; and an upper bound with its own.
+        Estimators may add entries, which their documentation describes.
     - `state`: with an adaptive budget, what a further call goes on from; `None` for a
         fixed one.
 
@@ -261,10 +264,10 @@ class Solution(eqx.Module):
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
 
-        That of sampling is counted by a quantile of Student's t for the number of
-        samples. For traces of functions, log-determinants and Schatten norms it is
-        counted from either end of `stats["bounds"]`. Look at `result` first: where a call
-        failed, the interval means nothing.
+        The sampling error is the standard error times a quantile of Student's t for the
+        number of samples. For traces of functions, log-determinants and Schatten norms
+        it is added at both ends of `stats["bounds"]`, each with its own standard error.
+        Look at `result` first: where a call failed, the interval means nothing.
 
         !!! Example
 

@@ -161,7 +161,7 @@ def _settings(estimator: AbstractTask) -> str:
 
 
 def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) -> None:
-    """A key that is traced cannot be compared."""
+    """Raise if the state is of another call. A key that is traced cannot be compared."""
     if not isinstance(state, RunState):
         raise TypeError(
             "`state` must be the `state` of a solution with an adaptive budget. Found an "
@@ -208,8 +208,8 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
 
 
 def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
-    """With the rounding floor in the error bar, derivatives of the value alone, and in
-    the form that users see."""
+    """The solution: with the rounding floor in the error bar, derivatives of the value
+    alone, and the value in the form that users see."""
     value = estimate.value
     others = estimate.std_err, estimate.samples, estimate.extra, estimate.bounds
     std_err, samples, extra, bounds = jax.lax.stop_gradient(others)
@@ -240,8 +240,8 @@ def _two_by_two(*entries: Array) -> Array:
 
 
 def _replaced(solution: Solution, exact: Solution) -> Solution:
-    """`exact`, in the form of an adaptive solution that did not get there, and with what
-    it spent."""
+    """`exact`, in the form of the adaptive solution that it replaces, and with the
+    products of both."""
     products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
     stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
     stats["num_matvecs"] = products

@@ -17,8 +17,8 @@ from ._flat import standard_promotion
 
 class AbstractStorage(eqx.Module):
     """A matrix of a `shape` that is read in chunks: of rows along `axis` 0, of columns
-    along 1. Products with it are made in `dtype`. Chunks lie in memory `by_columns`, if
-    they do."""
+    along 1. Products with it are made in `dtype`. `by_columns` says whether chunks lie in
+    memory column by column."""
 
     axis: eqx.AbstractVar[int]
     shape: eqx.AbstractVar[tuple[int, int]]
@@ -27,7 +27,7 @@ class AbstractStorage(eqx.Module):
 
     @abc.abstractmethod
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
-        """So many rows or columns, in the dtype that they are stored in."""
+        """`size` rows or columns, in the dtype that they are stored in."""
 
 
 class OnDevice(AbstractStorage):
@@ -146,7 +146,7 @@ class OnHost(AbstractStorage):
 
     @classmethod
     def of(cls, read: _File | _Function, origin: int, first: np.ndarray) -> "OnHost":
-        """`first` is some chunk: it tells the dtype, and the order of entries."""
+        """`first` is some chunk, which shows the dtype and the order of entries."""
         return cls(
             read=read,
             origin=jax.device_put(np.asarray(origin, np.int32)),
@@ -211,7 +211,8 @@ def _working_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _device_dtype(dtype: np.dtype) -> np.dtype:
-    """That of the entries on the device: theirs, or else that of products."""
+    """The dtype of entries on the device: that in which they are stored, or else that of
+    products."""
     known = jax.dtypes.canonicalize_dtype(dtype) == dtype
     return dtype if known and dtype.isnative else _working_dtype(dtype)
 

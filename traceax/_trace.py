@@ -61,8 +61,10 @@ def trace(
     **Returns:**
 
     A [`traceax.Solution`][]: `value`, its standard error `std_err`, `result`, `stats`.
-    The estimate is unbiased. Operators in bfloat16 or float16 are applied in their own
-    dtype; everything else is float32, and so are `value` and `std_err`.
+    The estimate is unbiased. Products, samples and memory of each estimator are in
+    [its table of costs](../choose_estimator.md#costs). Operators in bfloat16 or float16
+    are applied in their own dtype; everything else is float32, and so are `value` and
+    `std_err`.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an unbiased estimate of the derivative of the

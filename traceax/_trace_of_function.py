@@ -91,13 +91,13 @@ def trace_of_function(
         Lanczos, and more steps are needed.
     - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
         [`traceax.Exp`][], [`traceax.Entropy`][], another
-        [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a real
-        number, differentiable by JAX; without a tag it is called with complex numbers. It
-        is traced at each call. Those of the same code, as a lambda in a loop, share one
-        compiled program: arrays that it closes over are arguments of that, Python numbers
-        constants. Where derivative rules are inside (`jax.custom_jvp`, as in
-        `jax.nn.relu`), it has to be the same object too: define it once, outside of the
-        loop.
+        [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a
+        real number, differentiable by JAX; without a tag it is called with complex
+        numbers. It is traced at each call. Callables with the same code, such as a
+        lambda in a loop, share one compiled program: arrays that they close over are
+        its arguments, Python numbers are constants. A callable with derivative rules
+        inside (`jax.custom_jvp`, as in `jax.nn.relu`) has to be the same object too:
+        define it once, outside of the loop.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
@@ -106,15 +106,17 @@ def trace_of_function(
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
-        run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log` and
-        `Inverse`.
+        run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
+        `Inverse` and negative whole powers.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex operator
-    without a tag; at most `k * num_steps` products. `std_err` is the sampling error;
-    `stats` has the entries of the estimator, among them those that tell the quadrature
-    error.
+    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
+    operator without a tag; at most `k * num_steps` products, and with
+    [`traceax.AdaptiveSteps`][] one run more. `std_err` is the sampling error. `stats`
+    has the entries of the estimator, among them those of the quadrature error. Memory
+    is that of the estimator, by default `num_steps` vectors of length n for each probe
+    of a block.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.
@@ -126,7 +128,8 @@ def trace_of_function(
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
         missing; `gradient` does not fit the function, or `estimator` the operator.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
-        domain of the function; a product was not finite.
+        domain of the function; rounding errors are a large part of the reported error;
+        a product was not finite; a tolerance was not reached.
     """
     check_operator(operator)
     num_steps = check_steps(num_steps, operator.in_size())

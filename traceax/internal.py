@@ -1,7 +1,6 @@
-"""What estimators, gradients and preconditioners are made of.
+"""The parts that estimators, quantities, gradients and preconditioners of your own need.
 
-A class of your own needs some of the parts that ours are made of. These are they. They
-may change between minor releases.
+They may change between minor releases.
 """
 
 from ._estimator.growing import by_round as by_round

@@ -32,16 +32,18 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
        [`traceax.XNysDiagEstimator`][] or, from the same products,
        [`traceax.HutchinsonEstimator`][], whichever varies less;
     3. for any other operator [`traceax.XDiagEstimator`][] or
-       [`traceax.HutchinsonEstimator`][], from what the first half of the products, which
-       both need, tells of their variances. With `traceax.Adaptive`, always the former;
+       [`traceax.HutchinsonEstimator`][]: the first half of the products serves both, and
+       their variances decide. With `traceax.Adaptive`, always the former;
     4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
 
-    Where the eigenvalues are alike (a diagonally dominant matrix, say), a basis of `k`
-    vectors knows too little of the operator to pay, and plain signs are better.
+    Where the eigenvalues are of similar size (as of a diagonally dominant matrix), a
+    basis of `k` vectors captures too little of the operator, and plain signs are better.
 
-    The choice is made from the probes that are used. Where neither is much better, that
-    is a bias: of a tenth of the error where n is 20, of less where it is larger. For an
-    unbiased estimate, name the estimator.
+    The choice is made with the same probes as the estimate. Where both methods are
+    about equally good, this makes a bias: a tenth of the error where n is 20, less
+    where n is larger. For an unbiased estimate, name the estimator. Memory: the
+    estimates of both methods are held, `5 k` vectors of length n, and `9 k` with a
+    semidefinite tag.
 
     !!! Example
 
@@ -85,13 +87,14 @@ def _choose(operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimat
     return _XDiagOrSigns() if k >= XDiagEstimator.min_matvecs else HutchinsonEstimator()
 
 
-# How much smaller the variances must be than those of signs for as many products. The
-# estimates that share a basis are correlated, which their variances do not show.
+# The basis is taken if its variances are below this fraction of those of signs, for as
+# many products. Estimates that share a basis are correlated, which their variances do not
+# show.
 _GAIN = 0.85
 
 
 class _XNysDiagOrSigns(XNysDiagEstimator):
-    """The products of both are those of the probes."""
+    """XNysDiag or signs, from the same products: those of the probes."""
 
     def sketch(
         self,
@@ -126,7 +129,8 @@ class _XNysDiagOrSigns(XNysDiagEstimator):
 
 
 class _XDiagOrSigns(XDiagEstimator):
-    """Half of the products are those of the probes for both."""
+    """XDiag or signs: the first half of the products, those of the probes, serves
+    both."""
 
     def num_probes(self, k: int) -> int:
         return k // 2 * 2
@@ -162,7 +166,7 @@ class _XDiagOrSigns(XDiagEstimator):
 
 
 def _half(matmat: Callable[..., Array]) -> Callable[..., Array]:
-    """Without the products with the adjoint, which are zero."""
+    """`matmat`, with zeros in the place of products with the adjoint."""
 
     def forward(x, adjoint=False):
         return jnp.zeros_like(x) if adjoint else matmat(x)
@@ -195,8 +199,8 @@ def _or_signs(
     frame: tuple[Inexact[Array, "n q"], Inexact[Array, "n q"]],
     valid: Bool[Array, " p"] | None,
 ) -> Sketch:
-    """The sketch or, where it is `flat`, one of `signs` and the products with them, with
-    their frame."""
+    """The sketch or, where the spectrum is `flat`, one made from `signs` and the products
+    with them, with their frame."""
     expansion, p = _one_sided(sketch), len(signs)
     left, image = expansion.shared
 

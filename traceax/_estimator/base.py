@@ -57,8 +57,8 @@ class AbstractTraceEstimator(eqx.Module):
     **Attributes:**
 
     - `min_matvecs`: the smallest `k` that it works with.
-    - `quadratic`: whether it estimates norms by itself. For others that is done by the
-        operator $A A^*$.
+    - `quadratic`: whether it estimates norms by itself. Other estimators estimate norms
+        from the operator $A A^*$.
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
@@ -150,7 +150,7 @@ class AbstractQuantityEstimator(AbstractTraceEstimator):
 
         **Arguments:**
 
-        - `quantity`: what to read of the estimates of the operator.
+        - `quantity`: what to estimate.
         - the others: as for `run`.
 
         **Returns:**
@@ -168,7 +168,7 @@ class Measurement(AbstractTask):
 
     @property
     def direct(self) -> bool:
-        """Whether products are with the operator, and not with its Gram operator."""
+        """Whether the estimator is applied to the operator itself, and not to `A A*`."""
         return self.quantity.linear or self.estimator.quadratic
 
     @property
@@ -220,16 +220,17 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
 
 
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
-    """Whether samples are quadratic forms of what varies, so that error bars have to be
-    wider; entries are not if their probes have only a sign or a phase."""
+    """Whether samples are skewed, as quadratic forms of the probes are, so that error
+    bars have to be wider. Entries of a diagonal are not if all entries of the probes have
+    modulus one."""
     return not (quantity.entrywise and sampler.unit_modulus)
 
 
 class AbstractStreamingEstimator(AbstractQuantityEstimator):
     """An estimator whose samples are independent, one from each probe.
 
-    Holds one block of probes of its `sampler` at a time, in the backward pass too, so k
-    may be anything.
+    It holds one block of probes of its `sampler` at a time, in the backward pass too,
+    so memory does not depend on `k`.
 
     !!! Example
 
@@ -272,9 +273,9 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         **Returns:**
 
         Vectors `left, image` of shape `(n,)`, `image` linear in the product, for which
-        `image left*` is the operator in the mean: whatever quantity is asked for is read
-        of them. Or a scalar of the dtype of `probe`, linear in the product, for the trace
-        alone. For norms, `image` must be the product itself.
+        the mean of `image left*` is the operator: every quantity is computed from them.
+        Or a scalar of the dtype of `probe`, linear in the product, for the trace alone.
+        For norms, `image` must be the product itself.
         """
 
     def measure(

@@ -17,10 +17,9 @@ class ExactTraceEstimator(AbstractQuantityEstimator):
 
     Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
     operators, their sums and multiples, products of diagonal ones) it is summed, and no
-    product is made. Otherwise
-    `n` products with unit vectors, a block at a time: pass `k >= n`. `std_err` is 0.
-
-    Every estimator does this when its budget is `k >= n`.
+    product is made. Otherwise `n` products with unit vectors are made, and one block of
+    them is held at a time: pass `k >= n`. `std_err` is 0. Every estimator does this
+    when its budget is `k >= n`.
 
     !!! Example
 

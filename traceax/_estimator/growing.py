@@ -17,7 +17,8 @@ from .sketch import AbstractSketchEstimator, Sketch
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
     """A sketch estimator that can add probes in rounds, in buffers for the largest
-    budget, until [`traceax.Adaptive`][] has enough. A fixed budget is one round.
+    budget, until the tolerance of [`traceax.Adaptive`][] is met. A fixed budget is one
+    round.
 
     !!! Example
 
@@ -92,7 +93,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         - `probes`: shape `(n, b)`, those of this round.
         - `state`: what the rounds before it left.
         - `rounds`: the number of those, a traced integer.
-        - `eps`: the unit roundoff of the products.
+        - `eps`: the machine epsilon of the products.
         - `k`: the budget.
 
         **Returns:**
@@ -133,7 +134,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             where = lambda x: getattr(x, field)  # noqa: E731
             return eqx.tree_at(where, sketch, None, is_leaf=lambda x: x is None)
 
-        # Traced once, for the loop and for what is read after it.
+        # Traced once, for the loop and for the answer after it.
         @eqx.filter_jit
         def assess(state, rounds):
             sketch = self.assess(state, rounds, flat.eps, k)
@@ -144,7 +145,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             assessment = Assessment(k.size(value), k.size(std_err), count)
             return without(sketch, "expansion"), seen, assessment
 
-        # What is only for derivatives, or read already, is not kept in the loop.
+        # The loop does not carry what is only for derivatives or was used already.
         def kept(state, rounds):
             sketch, seen, assessment = assess(state, rounds)
             small = without(sketch, "frame")
@@ -174,7 +175,18 @@ def by_round(
     right: Sequence[Inexact[Array, "n _"]],
     num_rounds: int,
 ) -> tuple[Array, Array]:
-    """A frame in the order of the rounds, from arrays that each have that order."""
+    """Join the parts of a frame so that columns of the same round are neighbours.
+
+    **Arguments:**
+
+    - `left`, `right`: parts of L and of R, arrays with n rows whose columns are in the
+        order of the rounds.
+    - `num_rounds`: the number of rounds, which divides the number of columns of each.
+
+    **Returns:**
+
+    L and R, each with the columns of all parts.
+    """
 
     def join(parts):
         blocks = [part.reshape(len(part), num_rounds, -1) for part in parts]

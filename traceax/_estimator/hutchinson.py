@@ -9,14 +9,13 @@ from .base import AbstractStreamingEstimator
 
 class HutchinsonEstimator(AbstractStreamingEstimator):
     r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is
-    $A$ in expectation. The trace is read of it as the mean of $\omega_i^* A \omega_i$,
-    the diagonal as that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
+    $A$ in expectation. Its trace is the mean of $\omega_i^* A \omega_i$, its diagonal
+    that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
     $\|A \omega_i\|^2$.
 
-    Any square operator. Best for flat spectra, where nothing is to be deflated, and the
-    one to take where memory allows for no basis: the error falls as $1/\sqrt{k}$. For
-    symmetric $A$ and random signs the variance is
-    $2 (\|A\|_F^2 - \sum_i a_{ii}^2) / k$.
+    For any square operator. It is best for flat spectra, where a basis explains little,
+    and where memory is too small for a basis. The error falls as $1/\sqrt{k}$. For real
+    symmetric $A$ and random signs the variance is $2 (\|A\|_F^2 - \sum_i a_{ii}^2) / k$.
 
     Cost: `k` products, one block of probes of memory.
 

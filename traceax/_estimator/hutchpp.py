@@ -32,8 +32,8 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. Any square operator; the
     samples are independent given $Q$, so the standard error is that of a mean of `g`.
 
-    Cost: `k` products, $O(n k^2)$ operations, about $2k/3$ vectors of length n several
-    times over. Needs `k >= 3`.
+    Cost: `k` products, $O(n k^2)$ operations, about `3.6 k` vectors of length n. Needs
+    `k >= 3`.
 
     !!! Example
 
@@ -156,7 +156,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             gain = 2 * jnp.sum(jnp.abs(images) ** 2) + own
             gain = gain - 2 * jnp.sum(jnp.abs(inside) ** 2)
             pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
-            # Against the products of one more block.
+            # Compared with the products of one more block.
             saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(

@@ -35,8 +35,8 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     or negative semidefinite operators only. Its samples are independent given
     $\hat A$, and all products can be made in one pass over the operator.
 
-    Cost: `k` products, $O(n k^2)$ operations, about `k` vectors of length n several
-    times over. Needs `k >= 2`.
+    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
+    length n. Needs `k >= 2`.
 
     !!! Example
 
@@ -167,7 +167,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             # How much ||A - A_hat||_F^2 falls by this block, if they are orthogonal.
             squares = jnp.sum(jnp.abs(gram) ** 2)
             seen = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
-            # Against the products of one more block.
+            # Compared with the products of one more block.
             saved = k.samples_saved(squares - state.squares, n * seen, nystrom.scale)
             return dataclasses.replace(
                 state,

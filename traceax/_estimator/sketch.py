@@ -39,22 +39,24 @@ class Sketch(eqx.Module):
 
     **Attributes:**
 
-    - `samples`: the per-sample estimates of the trace; their mean is the estimate. `None`
-        where it is read of the `expansion`, as any other quantity is.
+    - `samples`: the per-sample estimates of the trace; their mean is the estimate.
+        `None` where the trace is computed from the `expansion`, as other quantities
+        are.
     - `std_err`: the standard error of that mean.
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
     - `num_matvecs`: columns that the operator was applied to.
-    - `scale`: what `samples`, `std_err`, `magnitude` and `extra` are still to be
-        multiplied by.
+    - `scale`: a factor by which `samples`, `std_err`, `magnitude` and `extra` are still
+        to be multiplied.
     - `magnitude`: about the Frobenius norm of the operator, for estimators that do not
         need a semidefinite one: rounding errors are relative to it where it is larger
         than the trace.
     - `semidefinite`: False if the operator was seen not to be positive semidefinite.
     - `valid`: which samples count; `None` for all.
     - `extra`: entries for `Solution.stats`.
-    - `expansion`: makes the estimates of the whole operator, as many as there are
-        samples, of which linear quantities are read; `None` for the trace alone.
+    - `expansion`: a function that makes estimates of the whole operator, as many as
+        there are samples, from which linear quantities follow; `None` for the trace
+        alone.
     - `noise`: an error of the trace that the samples do not show, spread over all rows.
     """
 
@@ -141,7 +143,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             with `adjoint=True` its adjoint; to at most `k` columns in all.
         - `probes`: shape `(n, m)`, random columns of the `sampler`.
         - `k`: the budget of products.
-        - `eps`: the unit roundoff of the products.
+        - `eps`: the machine epsilon of the products.
 
         **Returns:**
 

@@ -20,14 +20,14 @@ class XDiagEstimator(AbstractGrowingEstimator):
     and for the remainder.
 
     From $m = \lfloor k/2 \rfloor$ probes, $Q = \mathrm{orth}(A \Omega)$ and $A^* Q$.
-    Estimate $i$ of the operator is
-    $Q_{(i)} Q_{(i)}^* A + (I - Q_{(i)} Q_{(i)}^*) A \omega_i \omega_i^*$ with the basis
-    $Q_{(i)}$ of the other products; its diagonal, or another linear quantity, is read of
-    it. The error falls with the tail of the singular values: fast where they decay. On
-    flat spectra [`traceax.HutchinsonEstimator`][] has half the error.
+    Estimate $i$ of the operator is $Q_{(i)} Q_{(i)}^* A + (I - Q_{(i)} Q_{(i)}^*) A
+    \omega_i \omega_i^*$ with the basis $Q_{(i)}$ of the other products; its diagonal,
+    or another linear quantity, is the sample. The error falls with the tail of the
+    singular values: fast where they decay. On flat spectra
+    [`traceax.HutchinsonEstimator`][] has half the error.
 
-    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about
-    ten arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
+    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about six
+    arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
 
     !!! Example
 

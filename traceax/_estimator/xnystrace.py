@@ -197,7 +197,8 @@ class _State(eqx.Module):
 
 
 def _inexact(count: Array | int, shift: Array) -> Array:
-    """What inexact products add, measured with products in TF32: see `nystrom`."""
+    """The error of the trace that inexact products cause; its size was measured with
+    products in TF32: see `nystrom`."""
     return 2 * jnp.sqrt(jnp.asarray(count, shift.dtype)) * shift
 
 

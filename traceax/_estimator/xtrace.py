@@ -24,9 +24,9 @@ class XTraceEstimator(AbstractGrowingEstimator):
 
     From $m = \lfloor k/2 \rfloor$ probes, $Q = \mathrm{orth}(A \Omega)$. Sample $i$ is
     the Hutch++ estimate with the basis $Q_{(i)}$ of the other products and the single
-    remaining probe $\omega_i$; all are had from $A\Omega$ and $AQ$. Any square operator.
-    The error falls with the tail of the singular values: fast where they decay, as
-    Hutchinson's where they do not.
+    remaining probe $\omega_i$; all samples follow from $A\Omega$ and $AQ$. For any
+    square operator. The error falls with the tail of the singular values: fast where
+    they decay, as slowly as Hutchinson's where they do not.
 
     Cost: $2m$ products, $O(n m^2)$ operations, about seven arrays of m vectors of
     length n.

@@ -53,7 +53,7 @@ def arnoldi_advance(
     eps: float,
 ) -> ArnoldiState:
     """Steps from number `first` on, before number `last`, with one product each. `eps` is
-    the unit roundoff of the products. Steps after a breakdown multiply A by 0. Arnoldi,
+    the machine epsilon of the products. Steps after a breakdown multiply A by 0. Arnoldi,
     Quarterly of Applied Mathematics 9, 1951; Gram-Schmidt is done twice, which is enough
     (Giraud, Langou, Rozloznik and van den Eshof, Numerische Mathematik 101, 2005)."""
 

@@ -59,8 +59,9 @@ def _householder_qr(x: Array) -> tuple[Array, Array]:
 
 
 def qr(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n p"], Inexact[Array, "p m"]]:
-    """Reduced QR, with `R` triangular or not. Whatever the rank of `x`, the columns of
-    `Q` are orthonormal, or by rows some of them zero."""
+    """Reduced QR factorisation `x = Q R`, with p the smaller of n and m. Whatever the
+    rank of `x`, the columns of `Q` are orthonormal; where vectors are split by rows some
+    may be zero, and `R` need not be triangular."""
     if not _by_rows.get():
         return _householder_qr(x)
     return _gram_qr(x)
@@ -68,7 +69,7 @@ def qr(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n p"], Inexact[Array, 
 
 @_door
 def eigh(x: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix."""
+    """Eigenvalues, ascending, and eigenvectors, as columns, of a Hermitian matrix."""
     values, vectors = jnp.linalg.eigh(x)
     return values, vectors
 
@@ -77,7 +78,8 @@ def eigh(x: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
 def svd(
     x: Inexact[Array, "n m"],
 ) -> tuple[Inexact[Array, "n p"], Real[Array, " p"], Inexact[Array, "p m"]]:
-    """Reduced singular value decomposition; singular values descend."""
+    """Reduced singular value decomposition `x = U diag(s) Vh`, with p the smaller of n
+    and m; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
 
@@ -104,9 +106,10 @@ def eig(
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Inexact[Array, "m m"]]:
     """Eigenvalues of any square matrix, eigenvectors and their inverse; always complex.
 
-    Of a matrix that is defective, or nearly so, they would have no correct digit. There
-    they are those of one at a random distance of the root of the roundoff, which has half
-    of them (Davies, SIAM J. Matrix Anal. Appl. 29, 2008). There is none on a TPU.
+    For a matrix that is defective, or nearly so, they would have no correct digit. There
+    a random perturbation of the size of the root of the machine epsilon is added first,
+    which leaves half of the digits correct (Davies, SIAM J. Matrix Anal. Appl. 29, 2008).
+    JAX has no such routine for TPUs.
     """
     x, scale = normalise(x)
     values, vectors, inverse = _eig(x)
@@ -143,7 +146,7 @@ def _gram_qr(x: Array) -> tuple[Array, Array]:
     lengths = jnp.zeros(x.shape[1], jnp.finfo(x.dtype).dtype)
     for _ in range(4):
         q, r, lengths = _whiten(q, r)
-    # Of length 1 before the last round, or rounding errors that are not orthogonal.
+    # Columns have length 1 before the last round, except those that are rounding errors.
     return jnp.where(lengths > 0.5, q, 0), r
 
 
@@ -162,8 +165,8 @@ def thin_svd(
     cutoff: Real[Array, ""] | float,
     scale: Real[Array, ""] | float = 0.0,
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " m"], Inexact[Array, "m m"]]:
-    """`x = Q diag(s) Vh`, by QR; singular values below `cutoff * max(s, scale)` become 0,
-    and so do their columns of `Q`."""
+    """`x = Q diag(s) Vh` for a tall `x`, by QR and the decomposition of `R`. Singular
+    values below `cutoff * max(s[0], scale)` become 0, and so do their columns of `Q`."""
     q, r = qr(x)
     u, s, vh = svd(r)
     s = jnp.where(s > cutoff * jnp.maximum(s[0], scale), s, 0)

@@ -23,10 +23,11 @@ Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
 
 
 class AbstractExpansion(eqx.Module):
-    """m estimates of an operator.
+    """m estimates of an operator, as sums of pairs `left, image`: arrays of shape
+    `(r, n)`, which stand for the sum over their rows of `image left*`.
 
     - `shared`: a pair that all estimates have in common.
-    - `shift`: a multiple of the identity that they have in common too.
+    - `shift`: a multiple of the identity that they have in common, too.
     - `products`: an array of shape `(p, n)` whose columns have about the norms of the
         rows of the operator, or of the part of them that was seen.
     """
@@ -48,7 +49,8 @@ class AbstractExpansion(eqx.Module):
 
 
 class Independent(AbstractExpansion):
-    """`own_pair` has what is sampled of a remainder, by independent probes."""
+    """Estimates that are independent given what they share: row j of the pair `own_pair`
+    is the sample of the remainder by probe j."""
 
     shared: Pair
     own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
@@ -65,12 +67,12 @@ class Independent(AbstractExpansion):
 
 
 class AbstractLeaveOneOut(AbstractExpansion):
-    """Estimates with a common basis, each without its own probe."""
+    """Estimates that share a basis, each with its own probe left out of it."""
 
     @abc.abstractmethod
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
-        """Pairs for what estimate j changes by where probe `other[j]` is left out of it
-        as well as its own."""
+        """Pairs whose rows j are the change of estimate j when probe `other[j]` is left
+        out of it, too."""
 
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
@@ -85,7 +87,7 @@ class AbstractLeaveOneOut(AbstractExpansion):
             ahead, behind = (index + distance) % around, (index - distance) % around
             ours = _rows(quantity, self.changes(ahead))
             product = ours * _rows(quantity, self.changes(behind))[ahead].conj()
-            # Opposite ones are met twice.
+            # Pairs at opposite points of the circle are met twice.
             weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
             return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
 
@@ -95,14 +97,14 @@ class AbstractLeaveOneOut(AbstractExpansion):
 
 
 def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
-    """What is read of each row of the pairs together."""
+    """The sum over the pairs of the quantity of each row."""
     return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
 
 
 class Reading(eqx.Module):
-    """A quantity, read of several estimates of an operator.
+    """The estimates of a quantity from several estimates of an operator, and their error.
 
-    - `samples`: that of each, if it is a scalar.
+    - `samples`: the quantity of each estimate, if it is a scalar.
     - `moments`: of the samples.
     - `std_err`: the standard error of their mean.
     - `magnitude`: what rounding errors are relative to.
@@ -112,7 +114,7 @@ class Reading(eqx.Module):
     samples: Inexact[Array, " m"] | None
     moments: Moments
     std_err: Real[Array, "*q"]
-    magnitude: Real[Array, "*q"]
+    magnitude: Real[Array, ""]
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
@@ -133,15 +135,16 @@ def read(
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
     seen = _rows(quantity, [(expansion.products, expansion.products)])
-    magnitude = jnp.sqrt(jnp.sum(seen.real, axis=0))
+    # A basis is accurate to the roundoff of its columns, whatever the size of an entry.
+    magnitude = jnp.sqrt(jnp.max(jnp.sum(seen.real, axis=0)))
     kept = samples if samples.ndim == 1 else None
     return Reading(kept, moments, std_err, magnitude)
 
 
 def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
-    """With less noise: that of an entry alone is noisy, and the correlation pooled over
-    all entries is wrong where they differ. The pooled one, or if it is larger the mean
-    of both, holds for each entry; for a single entry it is the entry's own."""
+    """A covariance with less noise. That of an entry alone is noisy, and the correlation
+    pooled over all entries is wrong where entries differ. So this is the pooled one or,
+    if larger, the mean of both; for a single entry it is the entry's own."""
     variance = moments.count * moments.independent_std_err**2
     variance = jnp.where(moments.count > 1, variance, 0)
     covariance = jnp.asarray(covariance, variance.dtype)
@@ -190,7 +193,7 @@ class OneSided(AbstractLeaveOneOut):
             return super().covariance(quantity, valid)
         g, det = self.gram, Pairs.of(self.gram).det
         known = jnp.ones(len(g), bool) if valid is None else valid
-        # Directions that are nearly the same would cancel all digits below.
+        # Of directions that are nearly the same all digits would cancel below.
         used = two(known) & (det > jnp.finfo(det.dtype).eps ** 0.25)
         w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
         # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +

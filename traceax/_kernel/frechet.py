@@ -33,12 +33,12 @@ def few_pairs(
 
     All but the last are a cross approximation: elimination with the largest pivot of what
     is left (Bebendorf, Numer. Math. 86, 2000), nearly the best one, as singular values
-    of divided differences fall fast. The last has what is then missing on the diagonal,
+    of divided differences fall fast. The last makes up for the error on the diagonal,
     `weights_i missing_i weights_j`. In the mean over a random start vector only the
-    diagonal counts, so that their number moves the variance alone.
+    diagonal counts, so the number of rows affects the variance alone.
     """
     size = jnp.abs(weights)
-    # Not rounding decides between an entry and its mirror image.
+    # So that the choice between an entry and its mirror image is not left to rounding.
     upper = 1 + 1e-3 * jnp.triu(jnp.ones_like(differences), 1)
 
     def eliminate(rest, _):

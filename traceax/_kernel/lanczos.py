@@ -54,13 +54,26 @@ def lanczos(
     window: int | None = None,
     eps: float,
 ) -> Lanczos:
-    """`num_steps` steps for a Hermitian A, with one product each.
+    """`num_steps` steps of Lanczos for a Hermitian A, with one product each.
 
-    `window` is how many of the last basis vectors each new one is orthogonalised against,
-    beyond the three-term recurrence: all for None, none for 0. `eps` is the unit roundoff
-    of the products. Steps after a breakdown multiply A by 0. Algorithm 6.15 of Saad,
-    Iterative Methods for Sparse Linear Systems, 2003, with Gram-Schmidt repeated while
-    there is cancellation (Daniel, Gragg, Kaufman, Stewart, Math. Comp. 30, 1976).
+    **Arguments:**
+
+    - `mv`: A as a function of vectors, shape `(n,)` to `(n,)`.
+    - `start`: the vector that the Krylov space is made from.
+    - `num_steps`: s, a Python integer.
+    - `window`: how many of the last basis vectors each new one is orthogonalised against,
+        beyond the three-term recurrence: all for None, none for 0.
+    - `eps`: the machine epsilon of the products.
+
+    **Returns:**
+
+    The fields `alpha` and `beta` of the tridiagonal matrix, shape `(s,)`, the `basis`,
+    shape `(s, n)`, and the `norm` of `start`. Steps after a
+    breakdown multiply A by 0.
+
+    Algorithm 6.15 of Saad, Iterative Methods for Sparse Linear Systems, 2003, with
+    Gram-Schmidt repeated while there is cancellation (Daniel, Gragg, Kaufman, Stewart,
+    Math. Comp. 30, 1976).
     """
     state = lanczos_start(start, num_steps, window=window)
     state = lanczos_advance(mv, state, 0, num_steps, window=window, eps=eps)
@@ -174,9 +187,22 @@ def block_lanczos(
     *,
     eps: float,
 ) -> BlockLanczos:
-    """`num_steps` steps from the range of `start`, with one product of b columns each,
-    fully reorthogonalised. Golub and Underwood, The Block Lanczos Method for Computing
-    Eigenvalues, 1977."""
+    """`num_steps` steps of block Lanczos for a Hermitian A, fully reorthogonalised, with
+    one product of b columns each. Golub and Underwood, The Block Lanczos Method for
+    Computing Eigenvalues, 1977.
+
+    **Arguments:**
+
+    - `matmat`: A as a function of arrays of shape `(n, b)`.
+    - `start`: shape `(n, b)`, the columns that the Krylov space is made from.
+    - `num_steps`: s, a Python integer.
+    - `eps`: the machine epsilon of the products.
+
+    **Returns:**
+
+    The fields `matrix`, the block tridiagonal one of shape `(s b, s b)`, `coupling` to
+    the next block, and `basis`, shape `(n, s b)`, with zero columns after a breakdown.
+    """
     state = block_lanczos_start(start, num_steps, eps=eps)
     state = block_lanczos_advance(matmat, state, 0, num_steps, eps=eps)
     return block_lanczos_run(state, num_steps)

@@ -44,8 +44,8 @@ class Compression(eqx.Module):
 
 def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q"]:
     """T of one step more, chosen such that `end`, at or below the spectrum, is a node
-    (Golub, SIAM Review 15, 1973, 318-334). The eigenpairs of T solve the linear system
-    that there is."""
+    (Golub, SIAM Review 15, 1973, 318-334). Its linear system is solved by the eigenpairs
+    of T."""
     matrix, border = compression.matrix, compression.border
     largest = jnp.maximum(jnp.abs(compression.nodes[0]), jnp.abs(compression.nodes[-1]))
     size = largest + jnp.max(jnp.abs(border))
@@ -58,8 +58,8 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
 
 
 def shorter(compression: Compression) -> Inexact[Array, "q q"]:
-    """T of one step less, and of the size that `radau` gives: what is more are nodes
-    without weight, inside of the spectrum."""
+    """T of one step fewer, padded to the size that `radau` gives by nodes without weight
+    inside the spectrum."""
     matrix, border = compression.matrix, compression.border
     left_out = jnp.any(border != 0, axis=0)
     kept = jnp.where(left_out[:, None] | left_out, 0, matrix)

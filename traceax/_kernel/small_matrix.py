@@ -43,7 +43,8 @@ def by_eigenvalues(
 
 
 def rounded(matrix: Inexact[Array, "s s"], eps: float) -> Inexact[Array, "s s"]:
-    """The matrix, each entry off by the roundoff `eps` of the largest one, up or down."""
+    """The matrix with a rounding error added to each entry, up or down by `eps` times the
+    largest one."""
     size = eps * jnp.max(jnp.abs(matrix))
     signs = jr.rademacher(jr.key(0), matrix.shape, size.dtype)
     return matrix + size * signs
@@ -52,8 +53,8 @@ def rounded(matrix: Inexact[Array, "s s"], eps: float) -> Inexact[Array, "s s"]:
 def power(
     matrix: Inexact[Array, "s s"], exponent: int
 ) -> tuple[Inexact[Array, "s s"], Inexact[Array, "s s"]]:
-    """A whole power and its derivative. A negative one is NaN where the matrix is not to
-    be told from a singular one."""
+    """A whole power and its derivative. A negative one is NaN where the matrix cannot be
+    told from a singular one."""
     if exponent == 0:
         return jnp.eye(len(matrix), dtype=matrix.dtype), jnp.zeros_like(matrix)
     base = matrix

@@ -7,8 +7,8 @@ function, instead of `1 + 2 s` with each direction by itself, or `2 + 2 s` with 
 of the Hessian. Dangel, Siebert, Zeinhofer and Walther, "Collapsing Taylor Mode Automatic
 Differentiation", arXiv 2505.13644, 2025.
 
-The function is walked once, equation by equation. An equation of which nothing is known,
-such as a loop, is differentiated as a whole, by two forward derivatives.
+The function is walked once, equation by equation. An equation without a rule here, such
+as a loop, is differentiated as a whole, by two forward derivatives.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
 from jaxtyping import Array, Inexact
 
 
-# Functions of one number, applied to each entry: their second derivative is a vector.
-# Those that are missing are only slower.
+# Functions of one number, applied to each entry: their second derivative is a vector. A
+# function that is missing here is only slower.
 # fmt: off
 _ENTRYWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "cos", "cosh", "digamma",

@@ -81,7 +81,7 @@ def _of_general_matrix(
     real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
-    # Besides, terms may cancel in each entry of the diagonal.
+    # Terms may also cancel within each entry of the diagonal.
     floor = 32 * float(jnp.finfo(matrix.dtype).eps) * jnp.linalg.norm(of_matrix)
     size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
     lost = jnp.isfinite(change) & (change > size)
@@ -108,8 +108,9 @@ def _rounding(
     slopes: Real[Array, " n"],
     noise: Real[Array, ""] | float,
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
-    """By how much rounding changes the sum of `values`, and whether that is its second
-    digit. Entries of the matrix have errors of size `noise`, and the factorisation has
+    """By how much rounding changes the sum of `values`, and whether it changes the second
+    digit.
+    Entries of the matrix have errors of size `noise`, and the factorisation has
     its own; to first order such an E changes `tr f(A)` by `tr(f'(A) E)`."""
     eps = jnp.finfo(nodes.dtype).eps
     factorisation = eps * jnp.max(jnp.abs(nodes))

@@ -20,13 +20,16 @@ class Arnoldi(AbstractKrylovMethod):
     step, and each new basis vector is orthogonalised against all others.
 
     With `num_steps` steps it is exact for polynomials of degree up to `num_steps`, half
-    of what Lanczos reaches. Values are real where the operator is, and complex where
-    that is; for a function that is not real on real numbers give an operator of complex
+    of what Lanczos reaches. Values are real for a real operator and complex for a complex
+    one; for a function that is not real on real numbers give an operator of complex
     dtype.
 
-    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate: the
-    value and to each side twice the change by one step less, or by one more that is made
-    up as if the operator were Hermitian, whichever is larger.
+    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate:
+    around the value, to each side, twice the change by one step less, or by one step more
+    that is extrapolated as if the operator were Hermitian, whichever is larger.
+
+    Cost: `num_steps` products for each probe, `O(n num_steps^2)` operations, and
+    `num_steps` vectors of length n.
 
     !!! Example
 
@@ -95,7 +98,8 @@ class Arnoldi(AbstractKrylovMethod):
         with jax.default_matmul_precision("highest"):
             matrix = _fill(run.matrix, run.basis, function)
             shorter = matrix.at[last, last - 1].set(0) if len(matrix) > 1 else matrix
-            # What rounding makes of it; transposed, since the eigenvectors are others.
+            # The effect of rounding: the same with perturbed entries, and transposed,
+            # since then the eigenvectors have other errors.
             again = rounded(matrix, operator.eps).T
             each, slopes = jax.vmap(function.of_matrix)(
                 jnp.stack([matrix, shorter, again])
@@ -108,7 +112,7 @@ class Arnoldi(AbstractKrylovMethod):
         value, before, again = each[:, 0, 0]
         change = jnp.abs(jnp.stack([before, longer[0, 0]]) - value)
         change = jnp.max(jnp.where(jnp.isnan(change), jnp.inf, change))
-        # Besides, terms may cancel.
+        # Terms may also cancel.
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
         square = run.norm**2

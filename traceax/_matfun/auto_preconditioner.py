@@ -19,7 +19,8 @@ from .steps import AdaptiveSteps
 
 
 _BLOCK = 8
-# Of the probes drawn from one key, where those of the preconditioner begin.
+# The index at which the probes of the preconditioner begin, among all that are drawn from
+# one key.
 _FIRST = 2**30
 
 
@@ -27,17 +28,17 @@ class AutoPreconditioner(AbstractPreconditioning):
     r"""A Nystrom preconditioner whose rank the data choose: pass it as `preconditioner`
     to [`traceax.logdet`][].
 
-    The approximation grows by 8 products at a time. Each block of them makes it, and
-    tests what there was before: its probes $P^{-1/2} z$ tell $(M - I) z$ for $M =
-    P^{-1/2} A P^{-1/2}$, and so the variance of $z^* \log(M) z$ and the steps that it
-    takes. It ends when another block is not expected to save as many products as it
-    costs, for the tolerance of an adaptive `k`, or for the error that `k` probes would
-    have; and not before it has cost a fifth of the products that are expected in all.
-    `stats["num_matvecs"]` counts it.
+    The approximation grows by 8 products at a time. Each block of products makes the
+    approximation larger, and tests the one before it: products with the probes
+    $P^{-1/2} z$ give $(M - I) z$ for $M = P^{-1/2} A P^{-1/2}$, and so estimates of the
+    variance of $z^* \log(M) z$ and of the number of steps. Growth ends when another block
+    is not expected to save as many products as it costs, for the tolerance of an adaptive
+    `k`, or for the error that `k` probes would have; but not before a fifth of all
+    expected products have been spent on it. `stats["num_matvecs"]` counts them.
 
-    One compiled program serves all ranks up to `max_rank`. It has room for `2 max_rank`
-    vectors, and makes eigenvalues of matrices of that size for each block. A derivative
-    takes `max_rank` products with that of the operator.
+    One compiled program serves all ranks up to `max_rank`. It holds `2 max_rank` vectors
+    of length n, and computes eigenvalues of matrices of that size for each block. A
+    derivative takes `max_rank` products with the derivative of the operator.
 
     !!! Example
 
@@ -62,10 +63,10 @@ class AutoPreconditioner(AbstractPreconditioning):
 
     **Attributes:**
 
-    - `shift`: a positive number that is not above the smallest eigenvalue, or little:
-        the noise variance of a Gaussian process, a ridge, a jitter. It may be traced and
-        differentiated. Where none is known, [`traceax.nystrom_preconditioner`][]
-        estimates one for a given rank.
+    - `shift`: a positive number that is not above the smallest eigenvalue, or only a
+        little: the noise variance of a Gaussian process, a ridge, a jitter. It may be
+        traced and differentiated. Where none is known,
+        [`traceax.nystrom_preconditioner`][] estimates one for a given rank.
     - `max_rank`: the largest rank, a Python integer; more than n counts as n.
 
     ??? cite
@@ -134,7 +135,8 @@ class AutoPreconditioner(AbstractPreconditioning):
             first = jnp.sum((z.conj() * rest).real) / block
             second = jnp.sum(jnp.abs(rest) ** 2) / block
             now = jnp.stack([jnp.abs(first), second])
-            # Of the next two, if it goes on like this, or for the first one half as well.
+            # This block tests the approximation without it. So its own effect is taken to
+            # be a fall by the root of the last rate, and that of the next by the rate.
             rate = jnp.where(now < before, now / before, 1)
             expected = now * jnp.sqrt(rate)
             known = n * jnp.log(shift) + log_ratio
@@ -144,7 +146,8 @@ class AutoPreconditioner(AbstractPreconditioning):
             blocks = blocks + 1
             pays = (following - later > block) | (following > 4 * block * blocks)
             room = blocks < rank // block
-            # The mean eigenvalue of M is 1 or more, or the shift was not below A.
+            # The mean eigenvalue of M is at least 1, unless the shift is above
+            # eigenvalues of A.
             above = first > -n * eps**0.5
             return grown, blocks, now, above, room & (pays | (blocks == 1))
 
@@ -163,7 +166,7 @@ class AutoPreconditioner(AbstractPreconditioning):
             made = blocks * block
             structure = jax.ShapeDtypeStruct((n,), flat.dtype)
             parts = flat, grown.basis, products, self.shift, structure, made
-            # 1, but for rounding.
+            # 1, up to rounding.
             least = jnp.where(above, jnp.asarray(0.5, real), 0)
             return assemble(*parts, least)
 
@@ -187,7 +190,8 @@ def _inverse_root(
 
     def half(x: Inexact[Array, "n b"]) -> Inexact[Array, "n b"]:
         part = r.conj().T @ (q.conj().T @ x) + ridge * (basis.conj().T @ x)
-        # One by one: the whitener may be large, and their product then has no digit.
+        # Applied one after the other: the whitener may be large, and a product of the two
+        # would then have no correct digit.
         part = whitener.conj().T @ (scaled @ (vectors.conj().T @ (whitener @ part)))
         return x - q @ (r @ part) - ridge * (basis @ part)
 
@@ -203,9 +207,10 @@ def _forecast(
 ) -> tuple[Real[Array, ""], Real[Array, ""]]:
     """How many products the probes will take, and the variance of one.
 
-    `moments` are `tr(M - I)` and `||M - I||_F^2`, and `known` is `log det P`. A number k
-    of probes counts for as many as give the accuracy that k have with the variance
-    `reference`. As P is below A, M is above I, and to these moments the Gauss-Radau rule
+    `moments` are `tr(M - I)` and `||M - I||_F^2`, and `known` is `log det P`. For a fixed
+    number k, it is the number of probes that reaches the accuracy which k probes have
+    with the variance `reference`.
+    As P is below A, M is above I, and to these moments the Gauss-Radau rule
     for the spectrum of M has `weight` eigenvalues `1 + t`, the others 1.
     """
     first, second = moments

@@ -127,7 +127,8 @@ class AbstractFunctionTask(AbstractTask):
 
 
 def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
-    """What an error says of an operator and a function that do not go together."""
+    """The part of an error message that describes an operator and a function that do not
+    fit each other."""
     known = "known" if operator.hermitian else "not known"
     return (
         f"Found the function `{type(function).__name__}`, and an operator that is "

@@ -42,8 +42,9 @@ def _identity(x: Any) -> Hashable:
 
 
 def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
-    """All that a jaxpr says, with its variables numbered. Derivative rules in it cannot
-    be compared: there it is that of `function`, and of no other."""
+    """The content of a jaxpr, with its variables numbered, to be compared with that of
+    others. Derivative rules in it cannot be compared: a jaxpr that has some is equal only
+    to that of the same `function`."""
     numbers: dict[Any, int] = {}
 
     def atom(x):

@@ -5,9 +5,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-from .._flat import FlatOperator
+from .._flat import FlatOperator, standard_promotion
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
+from .preconditioner import AbstractPreconditioner
 from .quadratic_form import QuadraticForm
 
 
@@ -20,10 +21,29 @@ class _Part(eqx.Module):
 
 
 def unstack(operator: FlatOperator) -> list[FlatOperator]:
-    """A and B, of which `operator` is one above the other. Of the products of both the
-    compiler leaves out the one that is not asked for."""
+    """A and B, from the `operator` that stacks them. Each makes the products of both, and
+    the compiler leaves out the one that is not used."""
     fns = _Part(operator.fn, 0), _Part(operator.fn, 1)
     return [dataclasses.replace(operator, fn=fn) for fn in fns]
+
+
+class _Preconditioned(eqx.Module):
+    fn: Any
+    preconditioner: AbstractPreconditioner
+
+    def __call__(self, vector):
+        half = self.preconditioner.power
+        with standard_promotion():
+            parts = jnp.split(self.fn(half(-0.5, vector)), 2)
+            return jnp.concatenate([half(-0.5, part) for part in parts])
+
+
+def precondition(
+    operator: FlatOperator, preconditioner: AbstractPreconditioner
+) -> FlatOperator:
+    """`P^(-1/2) A P^(-1/2)` above `P^(-1/2) B P^(-1/2)`."""
+    fn = _Preconditioned(operator.fn, preconditioner)
+    return dataclasses.replace(operator, fn=fn)
 
 
 class Difference(AbstractKrylovMethod):
@@ -75,7 +95,7 @@ class Difference(AbstractKrylovMethod):
         left = [jnp.append(a.left, above, axis=1), jnp.append(below, -b.left, axis=1)]
         return QuadraticForm(
             value=a.value - b.value,
-            # The least that `|f(A) z - f(B) z|^2` can be.
+            # The smallest possible value of `|f(A) z - f(B) z|^2`.
             square=(jnp.sqrt(a.square) - jnp.sqrt(b.square)) ** 2,
             left=jnp.concatenate(left),
             right=jnp.concatenate([a.right, b.right]),

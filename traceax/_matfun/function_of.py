@@ -37,8 +37,8 @@ class Action(eqx.Module):
         return _apply(arrays, vector, static=static)
 
     def linear(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """Linear in the vector, whatever Lanczos does with it; f(A) is Hermitian, so its
-        transpose is its complex conjugate."""
+        """Taken as linear in the vector, although Lanczos is so only to its accuracy;
+        f(A) is Hermitian, so its transpose is its complex conjugate."""
 
         def conjugate(_, v):
             return self.product(v.conj()).conj()
@@ -72,10 +72,10 @@ class Action(eqx.Module):
     def errors(
         self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
     ) -> Inexact[Array, "5 n"]:
-        """What may be missing in `f(A) v`, none of it proven: three times what another
-        rule changes, as in `bracket_of`, twice, in the space that there is; what rounding
-        changes in the coefficients of the run; and what it does to first order where
-        all eigenvalues move by the unit roundoff of the largest."""
+        """Estimates of the errors of `f(A) v`, none of them proven: three, each twice the
+        change by another quadrature rule, as in `bracket_of`; the change by rounding in
+        the coefficients of the run; and to first order that by a shift of all eigenvalues
+        by the machine epsilon times the largest."""
         eps, edge = self.operator.eps, run.beta[-1]
 
         def first(matrix):
@@ -232,12 +232,12 @@ def function_of(
     `num_steps` products with `operator`, and as many vectors of memory.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
-    linear only to that accuracy. Derivatives with respect to the vector, the arrays of
-    `operator` and those of `function` work, first ones: others raise
-    `NotImplementedError`. One in the operator is made of the Ritz vectors: in reverse
-    mode of one more run and `num_steps` products with the derivative of the operator, in
-    forward mode of `num_steps` more runs. A product is NaN where a Ritz value is outside
-    the domain, beyond rounding.
+    linear only to that accuracy. First derivatives with respect to the vector, the
+    arrays of `operator` and those of `function` work; higher ones raise
+    `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
+    in reverse mode by one more run and `num_steps` products with the derivative of the
+    operator, in forward mode by `num_steps` more runs. A product is NaN where a Ritz
+    value is outside the domain, beyond rounding.
 
     **Raises:**
 

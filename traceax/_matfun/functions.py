@@ -82,9 +82,10 @@ class AbstractSpectralFunction(eqx.Module):
         self, matrix: Inexact[Array, "s s"]
     ) -> tuple[Inexact[Array, "s s"], Inexact[Array, "s s"]]:
         """The function and its derivative of a small matrix, for operators that are not
-        Hermitian; by default from its eigenvalues and eigenvectors. Without a correct
-        digit where those are ill conditioned beyond repair, which is noticed and
-        reported. A method of its own is better wherever there is one.
+        Hermitian; by default from its eigenvalues and eigenvectors. Where the
+        eigenvectors are too ill conditioned, no digit is correct; the run detects this
+        and reports `RESULTS.precision_lost`. Override it where there is a better
+        method.
 
         **Arguments:**
 

@@ -83,12 +83,13 @@ class LanczosGradient(AbstractFunctionGradient):
     """The derivative of $z^* f(A) z$ from the Lanczos run that made the value: no further
     product with $A$ beyond those of the derivative itself.
 
-    It is $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ with a few columns L, R in the Krylov
-    space. How many moves the variance, and no mean: with one, $f'(A) z$ and $z$, it is
-    several times larger on ill-conditioned operators; four leave little to gain. The bias
-    is that of the Krylov space, which for a log-determinant is at most that of as many
-    conjugate gradient steps: `stats["gradient_residual"]` has their relative residuals.
-    It has no second derivative: asking for one raises an error.
+    It is $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ with a few columns L, R in the
+    Krylov space. Their number changes the variance but not the mean: with one column,
+    $f'(A) z$ and $z$, the variance is several times larger on ill-conditioned
+    operators; more than four gain little. The bias is that of the Krylov space, which
+    for a log-determinant is at most the error of as many conjugate gradient steps:
+    `stats["gradient_residual"]` has their relative residuals. It has no second
+    derivative: asking for one raises an error.
 
     !!! Example
 

@@ -57,14 +57,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     product. The other `k - 2 b` probes, less their part in $Q$, estimate the rest with
     `num_steps` steps each.
 
-    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`, and `num_steps` more
-    columns of each of the b vectors are deflated, at the price of b probes, as long as
-    that saves more probes than it costs, but for no more than half of `max_k`. Then
-    probes are added in rounds. Small rounds, of 4 or 8, serve it best.
+    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`. Then `num_steps` further
+    columns for each of the b vectors are deflated, at the price of b probes, as long as
+    that saves more probes than it costs, and for no more than half of `max_k`. After that
+    probes are added in rounds. Rounds of 4 or 8 suit it best.
 
-    Pays off where a few well separated eigenvalues, which a Krylov space finds quickly,
-    carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
-    decaying spectrum. On a dense spectrum it has half of the probes for nothing.
+    It pays off where a few well separated eigenvalues, which a Krylov space finds
+    quickly, carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
+    decaying spectrum. On a flat spectrum half of the probes are spent without gain.
 
     Cost: at most `k * num_steps` products, $O(n (k\, \mathrm{num\_steps})^2 / 4)$
     operations. Memory: `k * num_steps / 2` vectors of length n (with `Adaptive` of
@@ -270,8 +270,8 @@ def _grow(
     steps: Int[Array, ""],
     num_steps: int,
 ) -> tuple[BlockLanczosState, Int[Array, ""]]:
-    """Deflate more, as long as that saves more than it costs (Chen and Hallman, section
-    5, with the variance that the error bar sees in the place of a tail bound)."""
+    """Deflate more, as long as that saves more products than it costs (Chen and Hallman,
+    section 5, with the variance of the error bar in the place of a tail bound)."""
     most, b, _ = run.diagonal.shape
 
     def unfinished(carry):
@@ -292,8 +292,8 @@ def _grow(
 
 
 class _Seen(eqx.Module):
-    """What of the squared Frobenius norm of f(A), but for a constant, is deflated, and
-    about its trace: constants add no variance."""
+    """The deflated part of the squared Frobenius norm of f(A), less a multiple of the
+    identity, which adds no variance; and about the size of the trace."""
 
     norm: Real[Array, ""]
     size: Real[Array, ""]
@@ -363,9 +363,9 @@ class _Deflation(eqx.Module):
         return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
 
     def seen(self) -> _Seen:
-        """The norm is that of the deflated rows and columns, less a constant, the mean of
-        f over the first block, which is random. That times n, or the deflated part if it
-        is larger, is taken for the trace."""
+        """The norm is that of the deflated rows and columns, less the mean of f over the
+        first block, which is random. This mean times n, or the deflated part if that is
+        larger, stands for the trace."""
         b, n = len(self.compression.border), len(self.basis)
         first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
         mean = jnp.sum(first * self.values) / b

@@ -25,7 +25,7 @@ from .quadratic_form import (
 
 class Lanczos(AbstractKrylovMethod):
     """Lanczos, for functions of the eigenvalues of a Hermitian operator: one product in a
-    step.
+    step, and with `window=None` one vector of length n kept for each step.
 
     !!! Example
 

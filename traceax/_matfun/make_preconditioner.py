@@ -109,16 +109,17 @@ def nystrom_preconditioner(
     - `operator`: a positive-semidefinite-tagged operator, of any structure and dtype.
     - `rank`: r, the number of random directions, a Python integer.
     - `key`: a JAX PRNG key.
-    - `shift`: what is known of the smallest eigenvalues, such as the noise variance of a
-        Gaussian process: subtracted before, added after. The better it is, the better
-        the preconditioner. If it is a differentiated hyperparameter, pass it as such.
-        `None` estimates it from the sketch.
+    - `shift`: about the size of the smallest eigenvalues, such as the noise variance of
+        a Gaussian process; it is subtracted before the approximation and added after
+        it. The better it is, the better the preconditioner. If it is a hyperparameter
+        to differentiate by, pass the traced value. `None` estimates it from the sketch.
     - `execution`: where and how many at a time products are made.
     - `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
-    A `Preconditioner`, for `rank` products, all at once, and `O(n r^2)` operations.
+    A `Preconditioner`, from `rank` products, all at once, and `O(n r^2)` operations.
+    While it is made several arrays of r vectors of length n are held, and one is kept.
 
     **Raises:**
 

@@ -18,6 +18,25 @@ from .preconditioner import AbstractPreconditioner, AbstractPreconditioning
 from .steps import AdaptiveSteps
 
 
+def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) -> None:
+    """Raise where a preconditioner says nothing of the function."""
+    if not isinstance(function, Log) or not operator.hermitian:
+        raise ValueError(
+            "`operator` must be tagged positive semidefinite where there is a "
+            "`preconditioner`, and the function must be its logarithm. "
+            f"{found(operator, function)} If it is semidefinite, say so: "
+            "`lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
+        )
+
+
+def check_preconditioner(preconditioner: Any) -> None:
+    """Raise unless it is one, or makes one."""
+    example = "nystrom_preconditioner(operator, rank, key=key)"
+    if not isinstance(preconditioner, AbstractPreconditioning):
+        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+
+
 class Preconditioned(AbstractFunctionEstimator):
     """A log-determinant by way of a preconditioner P: $\\log\\det P$, which is known, and
     an estimate of $\\mathrm{tr} \\log(P^{-1/2} A P^{-1/2})$. `traceax.logdet(...,
@@ -46,9 +65,10 @@ class Preconditioned(AbstractFunctionEstimator):
 
     **Attributes:**
 
-    - `estimator`: of the other part. What it knows of the spectrum is of that of A.
+    - `estimator`: estimates the second part. Its `lower_bound` is a bound for A.
     - `preconditioner`: P, of the size of the operator; for a negative semidefinite
-        operator of its negative. Or [`traceax.AutoPreconditioner`][], which makes one.
+        operator, a preconditioner of its negative. Or [`traceax.AutoPreconditioner`][],
+        which makes one.
     """
 
     estimator: AbstractFunctionEstimator
@@ -71,11 +91,7 @@ class Preconditioned(AbstractFunctionEstimator):
         check_instance(
             "estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()"
         )
-        example = "nystrom_preconditioner(operator, rank, key=key)"
-        if not isinstance(preconditioner, AbstractPreconditioning):
-            check_instance(
-                "preconditioner", preconditioner, AbstractPreconditioner, example
-            )
+        check_preconditioner(preconditioner)
         self.estimator = estimator
         self.preconditioner = preconditioner
 
@@ -99,14 +115,7 @@ class Preconditioned(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        if not isinstance(function, Log):
-            raise ValueError(
-                "`operator` must be tagged positive semidefinite where there is a "
-                "`preconditioner`, and the function must be its logarithm. "
-                f"{found(operator, function)} If it is semidefinite, say so: "
-                "`lineax.TaggedLinearOperator(operator, "
-                "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
-            )
+        check_logarithm(operator, function)
         call: dict[str, Any] = {"k": k, "num_steps": num_steps}
         call |= {"key": key, "execution": execution}
         outer = self.preconditioner.prepare(operator, **call)

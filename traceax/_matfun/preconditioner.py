@@ -170,8 +170,9 @@ class AbstractPreconditioner(AbstractPreconditioning):
         probes: Inexact[Array, "n k"],
         execution: AbstractExecution,
     ) -> Real[Array, ""]:
-        """The estimate, with a derivative added whose mean is zero, to cancel sampling
-        error: what is known of the derivative of $\\log\\det P$ in that of A.
+        """The estimate, with a derivative added whose mean is zero: a control variate,
+        made of the derivative of $\\log\\det P$ in that of A, which cancels sampling
+        error.
 
         **Arguments:**
 
@@ -211,8 +212,9 @@ class Preconditioner(AbstractPreconditioner):
     for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
 
     Made by [`traceax.nystrom_preconditioner`][] and
-    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, but that a
-    differentiable `shift` lowers the variance of the gradient of a log-determinant.
+    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, except
+    that a differentiable `shift` lowers the variance of the gradient of a
+    log-determinant.
 
     !!! Example
 
@@ -340,13 +342,13 @@ class Preconditioner(AbstractPreconditioner):
         return attach(operator, value, frame, execution=execution)
 
     def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
-        """Vectors x of which `x* dP x` sums to what is asked of `P^(-1/2) z`.
+        """The vectors x over which the control variate sums `x* dP x`, from a probe z.
 
         `M = P^(-1/2) A P^(-1/2)` is the identity on the range of `P^(1/2) Q`. For a pair
         of eigenvectors, one in it and one outside, the derivative of `z* log(M) z` has
         the weight `log(m) / (m - 1)` with the other's eigenvalue m, and `z* K z` of
-        `K = P^(-1/2) dP P^(-1/2)` has 1. So that coupling, of mean zero, is taken with
-        the weight for the largest m that there should be.
+        `K = P^(-1/2) dP P^(-1/2)` has 1. So the coupling of the two, which has mean zero,
+        gets the weight for the largest m that is expected.
         """
         last = self.values[self.num_matvecs - 1]
         smallest = last / jax.lax.stop_gradient(self.shift)

@@ -1,4 +1,5 @@
-"""What a Krylov method tells of `z* f(A) z`, and where rounding begins."""
+"""Quadratic forms `z* f(A) z` from a Krylov method, their brackets, and the effect of
+rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,9 @@ def magnitude_of(
     values: Real[Array, " s"],
     slopes: Real[Array, " s"],
 ) -> Real[Array, ""]:
-    """That of a quadrature rule: its value, or if that is more, what a relative change of
-    all nodes makes of it. The logarithm and the entropy are 0 at 1, and change there."""
+    """The size that rounding errors of a quadrature rule are relative to: its value or,
+    if larger, its change when all nodes change by the same factor. (The logarithm and the
+    entropy are 0 at 1, but change there.)"""
     change = jnp.sum(weights * jnp.abs(nodes * slopes))
     change = jnp.where(jnp.isfinite(change), change, 0)
     return jnp.maximum(jnp.abs(jnp.sum(weights * values)), change)
@@ -89,9 +91,9 @@ def subgradients_at(
 
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
-    """The size of rounding errors where an operator is singular: there Ritz values are
-    smaller than this, of either sign, and in a positive definite one larger. The nodes
-    are sorted."""
+    """The size below which a Ritz value cannot be told from zero: those of a singular
+    operator are smaller, of either sign, and those of a positive definite one larger. The
+    nodes are sorted."""
     largest = jnp.maximum(jnp.abs(nodes[0]), jnp.abs(nodes[-1]))
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
@@ -158,8 +160,9 @@ def lower_end(
     lower_bound: Real[Array, ""] | float | None,
     eps: float,
 ) -> Real[Array, ""]:
-    """A number that is not above the smallest eigenvalue. Where a function is defined on
-    all reals, an operator is taken for positive if its Ritz values are."""
+    """A number that is taken to be at or below the smallest eigenvalue. For a function
+    that is defined on all reals, an operator is assumed to be positive if its Ritz values
+    are."""
     nodes, singular = compression.nodes, function.singular_at_zero
     lower = roundoff(nodes, eps) if singular else jnp.zeros_like(nodes[0])
     if not function.semidefinite_domain:
@@ -190,8 +193,9 @@ def _sensitivity(
     compression: Compression,
     measured: Bool[Array, " w"],
 ) -> Real[Array, ""]:
-    """What relative errors of Ritz values do to the Gauss rule, of the size of those of a
-    factorisation: much where the function is steep, as the exponential of a large one."""
+    """The change of the Gauss rule by relative errors of Ritz values of the size that a
+    factorisation makes: large where the function is steep, as the exponential of a large
+    number."""
     nodes = compression.nodes
     eps = jnp.finfo(nodes.dtype).eps
     moved = jnp.abs(values(nodes * (1 + eps**0.5)) - values(nodes))
@@ -209,14 +213,14 @@ def bracket_of(
     at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
     largest: Real[Array, ""] | float = -jnp.inf,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of what `value` is the Gauss rule for; `lower` is a lower
-    bound of the spectrum, and `largest` is an eigenvalue that there is for sure. What the
-    function is at nodes may be told by `at_nodes`.
+    """Lower and upper bound of the form whose Gauss rule is `value`; `lower` is a lower
+    bound of the spectrum, and `largest` an eigenvalue that is certain to exist.
+    `at_nodes` are the values of the function at the nodes, if they are known.
 
     Where no bound is proven, the truth is taken to be within twice the largest
     difference from three other rules: Gauss-Radau at either end, and Gauss with one step
-    less. A rule with a node outside of the domain tells nothing. Where Lanczos could not
-    go on, only rounding is left."""
+    less. A rule with a node outside of the domain is left out. Where Lanczos broke down,
+    only rounding is left."""
 
     def values(nodes):
         if at_nodes is not None:
@@ -247,9 +251,8 @@ def bracket_of(
 
 
 def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
-    """Of the mean of quadratic forms: lower and upper end, and the standard error of
-    either, from moments of the lower and the upper ends of brackets, of roundings, and
-    of more that plays no role."""
+    """Bounds of the mean of quadratic forms, each with its standard error, from the
+    moments of the lower ends and the upper ends of brackets, and of roundings."""
     low, high, rounding, *_ = errors.mean
     low_std_err, high_std_err, *_ = errors.std_err()
     low, high = low - rounding, high + rounding

@@ -25,7 +25,7 @@ class SingularLog(AbstractSpectralFunction):
 
 
 class SingularPower(AbstractSpectralFunction):
-    """`s^p` of singular values, for a real p > 0."""
+    """`s^p` of singular values s, for a real p > 0."""
 
     exponent: float = eqx.field(static=True)
     semidefinite_domain: ClassVar[bool] = True

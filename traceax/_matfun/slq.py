@@ -1,6 +1,8 @@
 import dataclasses
 from typing import ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
 
@@ -28,18 +30,20 @@ class SLQEstimator(AbstractFunctionEstimator):
     r"""Stochastic Lanczos quadrature: the mean of $z_i^* f(A) z_i$ over `k` probes, each
     by `num_steps` steps of Lanczos.
 
-    Exact for polynomials $f$ of degree up to `2 * num_steps - 1`. Otherwise there are two
-    errors. That of sampling is in `std_err` and falls with `k`. That of the quadrature,
-    which no number of probes reduces, falls with `num_steps`: for `Log`, `Inverse`,
-    `Entropy` and fractional `Power` below 2, the truth for each probe is inside
+    Exact for polynomials $f$ of degree up to `2 * num_steps - 1`. Otherwise there are
+    two errors. The sampling error is in `std_err` and falls with `k`. The quadrature
+    error falls with `num_steps` alone. For `Log`, `Inverse`, `Entropy` and `Power` with
+    a negative exponent or a fractional one below 2, the truth for each probe is inside
     `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`; for
-    others it is estimated. [`traceax.Solution.interval`][] counts both errors. Where the
-    second is larger, more steps or a preconditioner help, and more probes do not.
+    other functions the brackets are estimates. [`traceax.Solution.interval`][] counts
+    both errors. Where the quadrature error is the larger one, more steps or a
+    preconditioner help, and more probes do not.
 
-    Cost: `k * num_steps` products, by Golub-Kahan as many with the adjoint besides.
-    Memory: `num_steps` vectors of length n for each probe of a block; with `window=0` and
-    no derivative, only those of a step. A derivative keeps two vectors for each column
-    of its `gradient` and each probe between the passes.
+    Cost: `k * num_steps` products, and as many with the adjoint by Golub-Kahan; with
+    [`traceax.AdaptiveSteps`][] one run more. Memory: `num_steps` vectors of length n
+    for each probe of a block; with `window=0` and no derivative, only those of a step.
+    A derivative keeps two vectors for each column of its `gradient` and each probe
+    between the passes.
 
     !!! Example
 
@@ -65,12 +69,12 @@ class SLQEstimator(AbstractFunctionEstimator):
         [`traceax.GolubKahan`][] or [`traceax.Arnoldi`][], or a
         [`traceax.AbstractKrylovMethod`][] of your own. `None` takes the first of these
         that fits the operator and the function.
-    - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a general
-        operator, singular value), such as the noise variance of a Gaussian process.
-        Brackets are proven with it, and tight; where a Ritz value is below it, that
-        takes its place. `None` takes 0, or where the function is singular there an eighth
-        of the unit roundoff times the largest Ritz value, which holds for every operator
-        that is not singular in its precision.
+    - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a
+        general operator, singular value), such as the noise variance of a Gaussian
+        process. A good bound makes brackets tight; a Ritz value below it takes its
+        place. `None` takes 0, or where the function is singular there an eighth of the
+        machine epsilon times the largest Ritz value, which is a bound for every
+        operator that is not singular in its precision.
 
     ??? cite
 
@@ -126,9 +130,16 @@ class SLQEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, square, operator, k, quantity)
 
         if isinstance(num_steps, AdaptiveSteps):
-            most = num_steps.max_steps
+            most, least = num_steps.max_steps, 1 if function.bracketed else 4
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            settings = krylov, operator, probe, function, bound, excess, execution
+            arrays, static = eqx.partition((function, bound), eqx.is_array)
+            constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
+
+            def look(flat, state, made):
+                form = krylov.read(flat, state, made, *constants, columns=1)
+                return excess(form.value, form.bracket, form.square)
+
+            settings = krylov, operator, probe, least, look, execution
             steps = spent = choose_steps(num_steps, *settings)
         else:
             most, steps, spent = num_steps, None, 0

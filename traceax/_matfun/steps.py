@@ -4,29 +4,28 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from .._adaptive import Adaptive
 from .._checks import check_positive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._quantity import AbstractQuantity
-from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 
 
 class AdaptiveSteps(eqx.Module):
-    r"""As many steps of the Krylov method as the data ask for: pass it as `num_steps`.
+    r"""A number of Krylov steps that is chosen from the data: pass it as `num_steps`.
 
-    The first probe is run until half of its bracket is at most `share` of the error that
-    is aimed at: the tolerance of an adaptive budget, or the standard error of a mean over
-    `k` probes, $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as far as that
-    probe tells it. All probes then make as many steps. So products go where the error
-    is, and `stats["num_steps"]` says how many steps that were.
+    A first run, from the first probe, goes on until half the width of its bracket is at
+    most `share` of a target. The target is the tolerance of an adaptive budget, or else
+    the standard error of a mean over `k` probes,
+    $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as that probe estimates
+    it. All probes then make as many steps, `stats["num_steps"]`. The first run costs as
+    many products again as one probe.
 
-    One compiled program serves all numbers of steps up to `max_steps`. It has room for so
-    many, and its small factorisations are of that size: each costs `max_steps**3`
-    operations for each probe.
+    One compiled program serves all numbers of steps up to `max_steps`. Its buffers and
+    its small factorisations have that size: `max_steps**3` operations for each probe.
 
     !!! Example
 
@@ -49,7 +48,8 @@ class AdaptiveSteps(eqx.Module):
     - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
         If the bracket is still too wide for the tolerance of an adaptive budget after so
         many, the call ends as `RESULTS.max_steps_reached`.
-    - `share`: of the error that is aimed at, a real number.
+    - `share`: the fraction of the target that the quadrature error may be, a real
+        number.
     """
 
     max_steps: int = eqx.field(static=True, default=64)
@@ -87,8 +87,8 @@ def excess_of_bracket(
     k: int | Adaptive,
     quantity: AbstractQuantity,
 ) -> Real[Array, ""]:
-    """Half of a bracket, beyond rounding, over the error that is aimed at: the tolerance,
-    or the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
+    """Half the width of a bracket, beyond rounding, over the target: the tolerance, or
+    the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
     rounding = operator.rounding * jnp.abs(value)
     if isinstance(k, Adaptive):
         ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
@@ -96,11 +96,20 @@ def excess_of_bracket(
         aimed = k.tolerance(value)
     else:
         low, high = bracket
-        variance = jnp.maximum(square - jnp.abs(value) ** 2 / operator.size, 0)
-        aimed = jnp.sqrt(2 * variance / k)
-    half = jnp.maximum(jnp.abs(high - low) / 2 - rounding, 0)
-    ratio = half / jnp.where(aimed > 0, aimed, 1)
-    return jnp.where((aimed > 0) | (half == 0), ratio, jnp.inf)
+        aimed = standard_error(square - jnp.abs(value) ** 2 / operator.size, k)
+    return excess(jnp.abs(high - low) / 2 - rounding, aimed)
+
+
+def standard_error(variation: Real[Array, ""], k: int) -> Real[Array, ""]:
+    """That of a mean over k probes of `z* F z`, with `||F||_F^2 - (tr F)^2 / n`."""
+    return jnp.sqrt(2 * jnp.maximum(variation, 0) / k)
+
+
+def excess(error: Real[Array, ""], aimed: Real[Array, ""]) -> Real[Array, ""]:
+    """An error over that which is aimed at, which may be 0."""
+    error = jnp.maximum(error, 0)
+    ratio = error / jnp.where(aimed > 0, aimed, 1)
+    return jnp.where((aimed > 0) | (error == 0), ratio, jnp.inf)
 
 
 def choose_steps(
@@ -108,35 +117,30 @@ def choose_steps(
     krylov: AbstractKrylovMethod,
     operator: FlatOperator,
     probe: Inexact[Array, " n"],
-    function: AbstractSpectralFunction,
-    lower_bound: Real[Array, ""] | float | None,
-    excess: Callable[[Array, Array, Array], Real[Array, ""]],
+    least: int,
+    look: Callable[[FlatOperator, PyTree[Array], Int[Array, ""]], Real[Array, ""]],
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """How many steps this probe takes until `excess(value, bracket, square)` is small
-    enough. Looks after 4 steps, and whenever there are a third more; where there is a
-    bracket, and no estimate of it, after 1 and 2 too."""
-    most, least = adaptive.max_steps, 1 if function.bracketed else 4
-    arrays, static = eqx.partition((function, lower_bound), eqx.is_array)
-    constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    """How many steps this probe takes until the excess that `look(operator, state,
+    steps)` finds is small enough. It looks after 4 steps, and each time their number has
+    grown by a third; if `least` is below 4, from that many on."""
+    most = adaptive.max_steps
 
     def run(flat, probe):
         def unfinished(carry) -> Bool[Array, ""]:
             _, made, enough = carry
             return ~enough & (made < most)
 
-        def look(carry):
+        def advance(carry):
             state, made, _ = carry
             more = jnp.maximum(jnp.clip(made, least, 4), made // 3)
             following = jnp.minimum(made + more, most)
             state = krylov.advance(flat, state, made, following)
-            form = krylov.read(flat, state, following, *constants, columns=1)
-            found = excess(form.value, form.bracket, form.square)
-            return state, following, found <= adaptive.share
+            return state, following, look(flat, state, following) <= adaptive.share
 
         state = krylov.start(flat, probe, most)
         carry = state, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        return jax.lax.while_loop(unfinished, look, carry)[1]
+        return jax.lax.while_loop(unfinished, advance, carry)[1]
 
     frozen = operator.frozen
     return execution.map(run, frozen, jax.lax.stop_gradient(probe)[None], most)[0]

@@ -1,4 +1,4 @@
-"""Log-determinants of operators that are factored as they stand."""
+"""Log-determinants of operators whose structure gives them without a product."""
 
 from typing import Any, NamedTuple
 

@@ -59,7 +59,8 @@ class _MeanProduct(eqx.Module):
 
     @eqx.filter_jit
     def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
-        # Residuals of more than one batch are kept neither forward nor in reverse.
+        # Neither the forward nor the backward pass keeps residuals of more than one
+        # batch.
         @ft.partial(jax.checkpoint, prevent_cse=False)
         def product(batch):
             fns = [lambda point, fn=fn: fn(point, batch) for fn in self.fns]
@@ -125,7 +126,7 @@ def _mean(
     structure = jax.eval_shape(lambda: eqx.filter(x, eqx.is_inexact_array))
     product = _MeanProduct(make, fns, x, batches, at_once)
     operator = lx.FunctionLinearOperator(product, structure, tags, closure_convert=False)
-    # Here it is noticed if `x` or what a function returns is not as it should be.
+    # This checks `x` and what the functions return.
     operator.out_structure()
     return operator
 
@@ -160,9 +161,9 @@ def hessian(
         `(images, labels)` of shapes `(batches, examples, ...)`. Each product runs
         through all of them, with the memory of `at_once` batches, in derivatives of any
         order too. The default, `None`, is for an `f` of `x` alone.
-    - `at_once`: how many batches are taken side by side; a divisor of their number. It
-        is the number of devices, where the leading axis is split over some: each then
-        has batches of its own, and a product is one all-reduce.
+    - `at_once`: how many batches are processed at the same time; a divisor of their
+        number. Where the leading axis is split over devices, pass the number of
+        devices: each then works on its own batches, and a product is one all-reduce.
 
     **Returns:**
 

@@ -65,8 +65,8 @@ class _DataGram(eqx.Module):
             return self._sum(lambda x, _: x @ half, zeros) / m
 
     def _sum(self, fn: Callable[[Array, Array], Array], total: Array) -> Array:
-        """The sum of `fn(x, first)` over all chunks `x`, one pass over the data. What is
-        shorter than the total is added to it from `first` on."""
+        """The sum of `fn(x, first)` over all chunks `x`, one pass over the data. A result
+        that is shorter than the total is added to it from the index `first` on."""
 
         # Chunks are kept neither forward nor in reverse.
         @ft.partial(jax.checkpoint, prevent_cse=False)
@@ -136,9 +136,9 @@ def _columns(chunks: _Chunks) -> _Columns:
 def _of_rows(
     x: Shaped[Array, "a b"], new: Bool[Array, " a"], store: AbstractStorage
 ) -> _Columns:
-    """Of the rows that are new. It is their differences from one row that are summed, so
-    that constant columns are found to be constant; which row, and which unit, changes
-    only how results are rounded."""
+    """Statistics of the rows that are new. Differences from one row are summed, so that
+    constant columns are found to be constant; the choice of the row and of the unit only
+    affects rounding."""
     axis = int(store.by_columns)
     x = x.T if store.by_columns else x  # as it lies in memory
     new = jnp.expand_dims(new, 1 - axis)
@@ -199,13 +199,13 @@ def data_gram(
 
     - `x`: the matrix, of any integer, floating or complex dtype:
         - an array of NumPy or JAX, which stays in its dtype on the device;
-        - a `numpy.memmap`, whose file is read at each pass. Fast where rows or columns,
-            as `axis` says, lie one after the other in the file: one that has them as
-            rows of `shape` `(m, n)` is passed as `numpy.memmap(...).T`;
+        - a `numpy.memmap`, whose file is read at each pass. Fast where chunks are
+            contiguous in the file: a file with columns one after the other is a memmap
+            of shape `(m, n)`, and is passed as `numpy.memmap(...).T`;
         - a function `x(start, stop)`, which returns columns `start` to `stop - 1` as an
             array of shape `(n, stop - start)`; with `axis=0` rows. It is called on the
-            host, for any of them, as often as there are passes, and must use NumPy, not
-            JAX. Pass the same function again: another one is compiled anew.
+            host, once for each chunk of each pass, and must use NumPy, not JAX. Pass
+            the same function again: another one compiles anew.
     - `shape`: `(n, m)`, where `x` is a function.
     - `axis`: whether chunks are columns, the default, or rows (0).
     - `chunk_size`: columns or rows in a chunk. By default a chunk has about 17 million
@@ -217,9 +217,9 @@ def data_gram(
 
     **Returns:**
 
-    An operator on vectors of length n, tagged positive semidefinite, in the dtype of `x`
-    but at least float32: for another one, return it from a function. It has derivatives
-    in `x` where that is a floating array of JAX, and in vectors.
+    An operator on vectors of length n, tagged positive semidefinite, in the dtype of
+    `x` but at least float32: for a wider one, pass a function that returns it. It has
+    derivatives in `x` where that is a floating array of JAX, and in vectors.
 
     **Raises:**
 

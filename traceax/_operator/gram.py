@@ -14,7 +14,8 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     def mv(vector):
         half = adjoint_mv(vector)
         image = flat.mv(half)
-        # What underflows is not taken for zero: the least multiple of the identity.
+        # Where the product underflows, the smallest normal numbers take its place, so
+        # that it is not taken for zero.
         lost = jnp.any(half != 0) & (jnp.max(jnp.abs(image)) < smallest)
         return jnp.where(lost, smallest * jnp.sign(vector), image)
 

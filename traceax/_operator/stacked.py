@@ -16,7 +16,7 @@ class _Stacked(eqx.Module):
 
 def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
     """Square operators on the same space, one above the other: `v -> (A v, B v, ...)`.
-    By the names that a caller knows them by, for messages."""
+    The keys of `operators` are the names of the arguments, for error messages."""
     for operator in operators.values():
         check_operator(operator)
     (name, first), *others = operators.items()
