@@ -87,8 +87,10 @@ def estimators(dark: bool) -> dict[str, dict]:
     return {name: look(name, dark) for name in LOOK}
 
 
-def packages() -> dict[str, dict]:
-    return {name: marker(name, "gray") for name in MARKERS}
+def packages(found: list[Table]) -> dict[str, dict]:
+    """Those that are in a table."""
+    present = {split(label)[0] for table in found for label in table.rows}
+    return {name: marker(name, "gray") for name in MARKERS if name in present}
 
 
 def accuracy(figure: Figure, dark: bool) -> None:
@@ -114,7 +116,7 @@ def accuracy(figure: Figure, dark: bool) -> None:
     axes[1, 0].set_ylim(0, 2.5)
     axes[1, 0].set_xticks((10, 30, 100, 300), ("10", "30", "100", "300"))
     axes[1, 0].minorticks_off()
-    legend(figure, estimators(dark) | packages(), 5)
+    legend(figure, estimators(dark) | packages([*found.values()]), 5)
 
 
 def coverage(figure: Figure, dark: bool) -> None:
@@ -160,7 +162,7 @@ def time(figure: Figure, dark: bool) -> None:
         panel.set_ylabel("seconds")
     for panel in axes:
         panel.minorticks_off()
-    legend(figure, estimators(dark) | packages(), 5)
+    legend(figure, estimators(dark) | packages([dense]), 5)
 
 
 def sizes(table: Table) -> list[float]:
