@@ -71,6 +71,10 @@ def by_spectrum(found: list[Table]) -> dict[str, Table]:
     return {table.title.split(",")[0]: table for table in found}
 
 
+def keys(table: Table) -> str:
+    return re.findall(r"\d+ keys", table.title)[0]
+
+
 def split(label: str) -> tuple[str, str]:
     """The package and the estimator of a row."""
     package, _, estimator = label.rpartition(" ")
@@ -109,7 +113,7 @@ def accuracy(figure: Figure, dark: bool) -> None:
                 down.semilogx(products, [cell[1] for cell in cells], **style)
         up.set_title(title, fontsize=10)
         down.axhline(1, color="gray", linewidth=0.8)
-        down.set_xlabel("products with the operator")
+        down.set_xlabel(f"products with the operator ({keys(found[spectrum])})")
     axes[0, 0].set_ylabel("mean relative error")
     axes[0, 0].set_ylim(1e-16, 1)
     axes[1, 0].set_ylabel("error bar / actual error")
@@ -135,7 +139,7 @@ def coverage(figure: Figure, dark: bool) -> None:
         for panel in (up, down):
             panel.axhline(0.95, color="gray", linewidth=0.8)
         up.set_title(title, fontsize=10)
-        down.set_xlabel("samples")
+        down.set_xlabel(f"samples ({keys(found[spectrum])})")
     axes[0, 0].set_ylabel("coverage, traceax")
     axes[1, 0].set_ylabel("coverage, published bars")
     axes[0, 0].set_ylim(0.4, 1.02)

@@ -16,7 +16,9 @@ PAGES = {
 PLACE = re.compile(r"<!-- (\S+) -->\n(.*?)<!-- end of \1 -->", re.DOTALL)
 TABLE = re.compile(r"^(?:\|.*\n)+", re.MULTILINE)
 VERBATIM = re.compile(r"```.*?```|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", re.DOTALL)
-MEASURED = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+|%)(?!\.?\d)")
+MEASURED = re.compile(
+    r"(?<![\w.])(?<![a-z]-)\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+|%)(?!\.?\d)"
+)
 # By theory: the rounding floor of error bars.
 DERIVED = "| operator | rounding floor"
 
@@ -46,11 +48,6 @@ def orders_of_magnitude():
             assert slow / fast > 100
 
 
-def keys_of_accuracy():
-    (keys,) = {table.title.split(", ")[1] for table in tables("benchmarks", "accuracy")}
-    return (keys.removesuffix(" keys"),)
-
-
 def coverage_of_entries():
     """The least and the largest of 30 samples: matfree's and ours."""
     (table,) = tables("error_bars", "calibration_diagonals")
@@ -64,14 +61,11 @@ def coverage_of_entries():
 
 
 CLAIMS = {
-    "README.md": {
-        r"is worth orders of magnitude": orders_of_magnitude,
-        r"float64, (\d+) keys": keys_of_accuracy,
-    },
+    "README.md": {"is worth orders of magnitude": orders_of_magnitude},
     "docs/comparison.md": {
         f"30 samples 95% intervals of an entry cover {NUMBER} to {NUMBER}, "
         f"ours {NUMBER} to {NUMBER}": coverage_of_entries,
-        r"should hold 95%": tuple,
+        "should hold 95%": tuple,
     },
     "docs/index.md": {},
 }
@@ -99,7 +93,7 @@ def test_claims_are_those_of_the_tables(page):
     """And no number of the page is left that is not a claim."""
     text = TABLE.sub("", PLACE.sub("", PAGES[page]))
     text = " ".join(VERBATIM.sub("", text).split())
-    text = re.sub(r"(Python|JAX|traceax) \d+\.\d+|Apache-2.0", "", text)
+    text = re.sub(r"(Python|JAX|traceax) \d+\.\d+", "", text)
     for claim, expected in CLAIMS[page].items():
         match = re.search(claim, text)
         assert match, claim
