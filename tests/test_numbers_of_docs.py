@@ -60,12 +60,27 @@ def coverage_of_entries():
     return tuple(found)
 
 
+def operators_at_the_edge():
+    (table,) = tables("benchmarks", "robust")
+    zero = {
+        label: cells[table.columns.index("zero")] for label, cells in table.rows.items()
+    }
+    for label in ("matfree XNysTrace", "traceax 1.0 XTrace", "traceax 1.0 XNysTrace"):
+        assert zero[label] == "NaN"
+    assert zero["curvlinops XTrace"] == zero["skerch XTrace"] == "error"
+    error, bar = numbers(table.rows["matfree XTrace"][2])
+    assert error > 100 * bar
+    for label, cells in table.rows.items():
+        assert not label.startswith("traceax 2.0") or all(map(numbers, cells))
+
+
 CLAIMS = {
     "README.md": {"is worth orders of magnitude": orders_of_magnitude},
     "docs/comparison.md": {
         f"30 samples 95% intervals of an entry cover {NUMBER} to {NUMBER}, "
         f"ours {NUMBER} to {NUMBER}": coverage_of_entries,
         "should hold 95%": tuple,
+        "float32 with a zero operator, one of rank 5": operators_at_the_edge,
     },
     "docs/index.md": {},
 }
