@@ -229,9 +229,9 @@ for count, run in runs.items():
 # On a cluster there is one process for each host or accelerator. They run the same
 # program, and `tx.probe_mesh()` then has the devices of all of them. The program is
 # `examples/multihost.py`, with a larger kernel matrix; apart from
-# `jax.distributed.initialize` nothing in it knows of other processes. We start it here
-# as one process with four devices, then as two processes with two devices each, which
-# talk over a port of this machine.
+# `jax.distributed.initialize` nothing in it depends on the number of processes. We start
+# it here as one process with four devices, then as two processes with two devices each,
+# which talk over a port of this machine.
 
 # %%
 here = Path(globals().get("__file__", ".")).resolve()

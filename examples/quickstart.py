@@ -4,8 +4,8 @@
 # The trace of a matrix that is never stored, from `k` products with random vectors: this
 # tutorial compares the estimators on three real problems made from scikit-learn's
 # handwritten digits, shows how their errors fall with `k`, and ends with a rule for
-# choosing. Each problem is small enough that the exact trace can be had, to see whether
-# the error bars tell the truth.
+# choosing. Each problem is small enough for the exact trace, which shows whether the
+# error bars are right.
 
 # %%
 import equinox as eqx

@@ -61,7 +61,7 @@ def divergence(
     - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
         divergence, by n products.
     - `key`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes fixed
-        along a path, as an integrator of high order wants it, pass the same key.
+        along a path, as an integrator of high order needs, pass the same key.
 
     **Returns:**
 

@@ -138,7 +138,7 @@ class Local(AbstractExecution):
     """Run on the devices where the operator's arrays are, a block of probes at a time.
 
     The product is vectorised (`jax.vmap`) over a block, and blocks follow one another
-    in a compiled loop. Answers do not depend on the block size, beyond rounding.
+    in a compiled loop. Answers for different block sizes differ by rounding alone.
 
     !!! Example
 

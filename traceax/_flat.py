@@ -87,7 +87,7 @@ class FlatOperator(eqx.Module):
 
     @property
     def eps(self) -> float:
-        """Unit roundoff of the products."""
+        """Machine epsilon of the products."""
         return float(jnp.finfo(self.precision).eps)
 
     @property
@@ -103,9 +103,11 @@ class FlatOperator(eqx.Module):
         return eqx.combine(jax.lax.stop_gradient(arrays), static)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        """A v for a flat vector v, of shape `(n,)`."""
         return self.fn(vector)
 
     def adjoint_mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " n"]:
+        """A* v for a flat vector v, of shape `(m,)`; m is n for a square operator."""
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
         (product,) = jax.linear_transpose(self.fn, like)(vector.conj())
         return product.conj()

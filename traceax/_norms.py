@@ -170,8 +170,8 @@ def frobenius_products(
 
     **Returns:**
 
-    A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and
-    positive semidefinite, beyond rounding, with a standard error for each entry.
+    A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and,
+    up to rounding, positive semidefinite, with a standard error for each entry.
     `stats["num_matvecs"]` is the number of products with each operator. Values are
     unbiased, and so are their derivatives. Memory: one block of probes and its products
     with each.

@@ -235,8 +235,9 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         sign: int,
     ) -> tuple[Sketch, Reading, LoopResult]:
-        """The sketch that an adaptive budget ends with, what is read of it, and how it
-        ended. The estimate is `sign` times that of the sketch. Not every sketch can
+        """The sketch that an adaptive budget ends with, the quantity computed from it,
+        and how the loop ended.
+        The estimate is `sign` times that of the sketch. Not every sketch can
         grow."""
         raise ValueError(
             f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "

@@ -158,7 +158,8 @@ class OneSided(AbstractLeaveOneOut):
 
         X P_j W* + X s_j (s_j* r_j) omega_j*,
 
-    what a basis without probe j knows of A, and the rest by probe j: `A omega_j = X r_j`.
+    the part of A in the range of a basis without probe j, and the rest by probe j:
+    `A omega_j = X r_j`.
     Then X W* is shared, and `s_j` is the direction in which the coordinates `r_j` leave
     those of the other probes (Epperly, Tropp and Webber, SIMAX 45, 2024, section 2.2).
 

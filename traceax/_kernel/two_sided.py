@@ -12,7 +12,7 @@ from .leave_one_out import LeaveOneOut, Pairs, resphere
 
 
 class SmallMatrices(eqx.Module):
-    """All that XTrace needs to know of the tall arrays, where `A Omega = Q R`."""
+    """The products of the tall arrays that XTrace needs, where `A Omega = Q R`."""
 
     r: Inexact[Array, "m m"]
     h: Inexact[Array, "m m"]  # Q* A Q

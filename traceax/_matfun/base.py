@@ -81,7 +81,8 @@ class AbstractFunctionEstimator(eqx.Module):
         - `key`: a JAX PRNG key, or `None` if the caller gave none.
         - `execution`: where products are to be made.
         - `quantity`: what users see of the trace, to which the tolerance of an adaptive
-            budget applies: its root for a norm, say. The estimate is of the trace.
+            budget applies: for a norm, a root of the trace. The estimate itself is of the
+            trace.
 
         **Returns:**
 
@@ -108,7 +109,7 @@ class AbstractFunctionEstimator(eqx.Module):
 
 
 class AbstractFunctionTask(AbstractTask):
-    """An estimator with the settings of one call, as `solve` wants it."""
+    """An estimator with the settings of one call, in the form that `solve` takes."""
 
     estimator: eqx.AbstractVar[AbstractFunctionEstimator]
     quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)

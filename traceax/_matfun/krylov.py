@@ -79,7 +79,7 @@ class AbstractKrylovMethod(eqx.Module):
 
         - `operator`: A, as a map of flat vectors, constant to derivatives.
         - `probe`: z, of shape `(n,)`.
-        - `most`: the largest number of steps that there is to be room for.
+        - `most`: the largest number of steps, for which room is made.
 
         **Returns:**
 

@@ -85,7 +85,7 @@ class Lanczos(AbstractKrylovMethod):
         columns: int,
         largest: Real[Array, ""] | float = -jnp.inf,
     ) -> QuadraticForm:
-        """As of every method. `largest` is an eigenvalue that there is for sure."""
+        """As for every method. `largest` is an eigenvalue that is certain to exist."""
         eps, run = operator.eps, lanczos_run(state, steps)
         nodes, vectors = ritz(run.alpha, run.beta)
         square, first = run.norm**2, jnp.ones(1, bool)

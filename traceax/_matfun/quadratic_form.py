@@ -18,7 +18,8 @@ from .functions import AbstractSpectralFunction
 
 
 class QuadraticForm(eqx.Module):
-    """What one probe z tells of a function of A.
+    """The quadratic form of one probe z with a function of A, with its bracket and
+    derivative.
 
     - `value`: the Gauss rule for `z* f(A) z`.
     - `square`: the Gauss rule for `z* f(A)^2 z`, in the mean `||f(A)||_F^2`.

@@ -34,9 +34,9 @@ class SpectralDensity(eqx.Module):
     r"""A spectral measure, which has the mass $1/n$ at each eigenvalue, as seen by `k`
     probes. Made by [`traceax.spectral_density`][].
 
-    Probe $i$ tells of it by a Gauss rule, the masses $w_{ij}$ at the nodes
-    $\theta_{ij}$. What follows from the measure is made for each rule, and the mean over
-    rules comes with its standard error.
+    Probe $i$ gives a Gauss rule, with masses $w_{ij}$ at the nodes $\theta_{ij}$.
+    Quantities of the measure are computed for each rule; their mean over rules comes with
+    its standard error.
 
     !!! Example
 

@@ -106,7 +106,7 @@ def standard_error(variation: Real[Array, ""], k: int) -> Real[Array, ""]:
 
 
 def excess(error: Real[Array, ""], aimed: Real[Array, ""]) -> Real[Array, ""]:
-    """An error over that which is aimed at, which may be 0."""
+    """An error divided by the target, which may be 0."""
     error = jnp.maximum(error, 0)
     ratio = error / jnp.where(aimed > 0, aimed, 1)
     return jnp.where((aimed > 0) | (error == 0), ratio, jnp.inf)
