@@ -163,6 +163,14 @@ def test_singular(name):
     assert np.all(np.isfinite(slope)), slope
 
 
+def test_blocks():
+    """A device that holds a quarter of the rows takes four times as many probes."""
+    mesh = make_mesh(8)
+    assert tx.Sharded(mesh).chunk(2**18) == 2 * 4
+    assert tx.Sharded(mesh, rows="rows").chunk(2**18) == 2 * 16
+    assert tx.Sharded(mesh, rows="rows", block_size=3).chunk(2**18) == 2 * 3
+
+
 @pytest.mark.parametrize("name", ["Hutchinson", "XTrace"])
 def test_explicit_axes(name):
     """A mesh as `jax.make_mesh` makes it is taken, arrays placed on one are not."""

@@ -108,7 +108,8 @@ class Sharded(AbstractExecution):
     - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes
         are taken as Auto ones; arrays placed on a mesh with Explicit axes are refused.
     - `axis`: the name of the mesh axis over which probes are split.
-    - `block_size`: probe vectors per block and device, as for [`traceax.Local`][].
+    - `block_size`: probe vectors per block and device, as for [`traceax.Local`][]. Where
+        vectors are split by `rows`, n counts the rows of one device.
     - `rows`: the name of another axis, over which vectors of length n are split, where
         they are too large for one device. Tall matrices are then factorised from their
         Gram matrices, so that only small ones are communicated.
@@ -159,7 +160,7 @@ class Sharded(AbstractExecution):
             by_rows = _ByRows(operator.fn, self.mesh, self.rows)
             operator = dataclasses.replace(operator, fn=by_rows)
         arrays, static = eqx.partition(operator, eqx.is_array)
-        local = Local(self.block_size)
+        local = Local(self._block(operator.size, width))
 
         def share(arrays, xs, valid):
             outs = local.map(fn, eqx.combine(arrays, static), xs, width)
@@ -235,7 +236,12 @@ class Sharded(AbstractExecution):
         return self._gather(super().map(fn, operator, xs, width))
 
     def chunk(self, n: int, width: int = 1) -> int:
-        return self.mesh.shape[self.axis] * Local(self.block_size).chunk(n, width)
+        return self.mesh.shape[self.axis] * self._block(n, width)
+
+    def _block(self, n: int, width: int) -> int:
+        """Of vectors that are split, a device holds its rows of more at a time."""
+        rows = 1 if self.rows is None else self.mesh.shape[self.rows]
+        return Local(self.block_size).chunk(-(-n // rows), width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         by_rows = self.rows is not None
