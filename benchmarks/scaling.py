@@ -13,6 +13,7 @@ round. Memory is what XLA:CPU sets aside for the program besides its arguments.
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -154,7 +155,13 @@ def measure(call, layout, **options):
 
 
 def measure_all():
-    """For as many devices as this process has, a line of JSON for each case."""
+    """For as many devices as this process has, a line of JSON for each case. More than
+    2048 on one host need collectives that could go between processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
     for name, call in CALLS.items():
         for layout in LAYOUTS:
             print(json.dumps([name, layout, *measure(call, layout)]), flush=True)

@@ -147,20 +147,23 @@ class Sharded(AbstractExecution):
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         _check_auto(operator)
         count, devices = jax.tree.leaves(xs)[0].shape[0], self.mesh.shape[self.axis]
-        padded = -(-count // devices) * devices
-        last = jnp.minimum(jnp.arange(padded), count - 1)
-        xs = self._gather(xs)
-        if padded > count:
-            xs = jax.tree.map(lambda x: x[last], xs)
-        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
-        product = jax.make_jaxpr(operator.mv)(vector)
-        automatic = _solves(product) or _names_a_mesh(product)
-        run = self._automatic if automatic else self._manual
+        local, xs = Local(self._block(operator.size, width)), self._gather(xs)
+        whole = operator
         if self.rows is not None:
             by_rows = _ByRows(operator.fn, self.mesh, self.rows)
             operator = dataclasses.replace(operator, fn=by_rows)
+        if devices == 1:
+            # Beside other axes, XLA does not compile the sum of a derivative over one.
+            return local.map_reduce(fn, reduce, operator, xs, width)
+        padded = -(-count // devices) * devices
+        last = jnp.minimum(jnp.arange(padded), count - 1)
+        if padded > count:
+            xs = jax.tree.map(lambda x: x[last], xs)
+        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
+        product = jax.make_jaxpr(whole.mv)(vector)
+        automatic = _solves(product) or _names_a_mesh(product)
+        run = self._automatic if automatic else self._manual
         arrays, static = eqx.partition(operator, eqx.is_array)
-        local = Local(self._block(operator.size, width))
 
         def share(arrays, xs, valid):
             outs = local.map(fn, eqx.combine(arrays, static), xs, width)
