@@ -163,6 +163,21 @@ def test_singular(name):
     assert np.all(np.isfinite(slope)), slope
 
 
+def test_rows_alone():
+    """All devices split the rows, and none the probes: each holds its part of what one
+    device would hold, four arrays of columns."""
+    mesh = jax.make_mesh((1, 8), NAMES, axis_types=(AxisType.Auto,) * 2)
+    rows = tx.Sharded(mesh, rows="rows")
+    placed = place(mesh, DIAGONAL, "rows")
+    told = agree(CALLS["Hutchinson"], stencil, DIAGONAL, placed, rows)
+    assert not as_long_as_a_vector(told), told
+    n, m = 2**20, 6
+    large = jax.ShapeDtypeStruct((n,), float, sharding=placed.sharding)
+    run = jax.jit(lambda d: CALLS["XTrace"](stencil(d), rows).value)
+    memory = run.lower(large).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 7 * n * m * 8 / 8, memory
+
+
 def test_blocks():
     """A device that holds a quarter of the rows takes four times as many probes."""
     mesh = make_mesh(8)
