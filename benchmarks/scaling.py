@@ -6,8 +6,8 @@ not run.
 A float32 operator of n = 2^20 with the diagonal as its only array and two neighbours in
 each row, on simulated CPU devices, as many as there are probes or rows to split. Bytes
 are those that a device sends in the bandwidth-optimal (ring) form of each collective,
-those of a loop as many times as the loop goes round; of an adaptive budget those of one
-round. Memory is what XLA:CPU sets aside for the program besides its arguments.
+those of a loop as many times as the loop goes round, or once where the data decide:
+rounds of an adaptive budget, second passes of Gram-Schmidt. Memory is what XLA:CPU sets aside for the program besides its arguments.
 """
 
 import json
@@ -38,7 +38,7 @@ COLLECTIVE = re.compile(
 )
 ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
-MESH = re.compile(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}")
+MESH = re.compile(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}")
 CALLED = re.compile(
     r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
     r"|branch_computations=\{([^}]*)\}"
