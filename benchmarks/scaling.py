@@ -7,7 +7,8 @@ A float32 operator of n = 2^20 with the diagonal as its only array and two neigh
 each row, on simulated CPU devices, as many as there are probes or rows to split. Bytes
 are those that a device sends in the bandwidth-optimal (ring) form of each collective,
 those of a loop as many times as the loop goes round, or once where the data decide:
-rounds of an adaptive budget, second passes of Gram-Schmidt. Memory is what XLA:CPU sets aside for the program besides its arguments.
+rounds of an adaptive budget, second passes of Gram-Schmidt. Memory is what XLA:CPU sets
+aside for the program besides its arguments.
 """
 
 import json
