@@ -20,8 +20,9 @@ SOURCES = {
     "accuracy": ["accuracy"],
     "coverage": ["calibration"],
     "time": ["dense", "diagonal"],
+    "scaling": ["scaling"],
 }
-PAGES = {"calibration": "error_bars"}
+PAGES = {"calibration": "error_bars", "scaling": "scaling"}
 SHOWN = {"poly": "eigenvalues $i^{-2}$", "exp": "eigenvalues $0.7^i$", "step": "a step"}
 # Color on a light and on a dark page, and line style, of each estimator.
 LOOK = {
@@ -221,6 +222,9 @@ def scaling(figure: Figure, dark: bool) -> None:
             sent.loglog(devices, [in_mib(cell[1]) for cell in cells], **style)
         memory.set_title(f"{split_by} are split", fontsize=10)
         sent.set_xlabel("devices")
+    axes[0, 0].set_xticks(devices, [str(count) for count in devices])
+    for panel in axes.flat:
+        panel.minorticks_off()
     axes[0, 0].set_ylabel("memory per device, MiB")
     axes[1, 0].set_ylabel("sent by a device, MiB")
     legend(figure, styles, 3)
