@@ -26,7 +26,7 @@ CASES = {
 
 
 def error(estimator, eigenvalues, function, reference, scale):
-    """With normal probes no estimator sees eigenvectors, so the matrix is diagonal."""
+    """With probes on a sphere no estimator sees eigenvectors, so the matrix is diagonal."""
     operator = lx.FunctionLinearOperator(
         lambda v: scale * eigenvalues * v,
         jax.ShapeDtypeStruct((N,), jnp.float64),
@@ -46,8 +46,8 @@ def error(estimator, eigenvalues, function, reference, scale):
 
 
 def main() -> None:
-    normal = tx.NormalSampler()
-    estimators = tx.SLQEstimator(normal), tx.KrylovAwareEstimator(normal)
+    sphere = tx.SphereSampler()
+    estimators = tx.SLQEstimator(sphere), tx.KrylovAwareEstimator(sphere)
     print("| eigenvalues, $f$ | SLQ | Krylov-aware |\n|---|---|---|")
     for name, case in CASES.items():
         cells = [f"{error(estimator, *case):.1e}" for estimator in estimators]
