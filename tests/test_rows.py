@@ -163,6 +163,29 @@ def test_singular(name):
     assert np.all(np.isfinite(slope)), slope
 
 
+def test_rows_alone():
+    """On one device for the probes, with eight for the rows, there are derivatives; and
+    the six or seven arrays of a sketch take less than one that is whole."""
+    mesh = jax.make_mesh((1, 8), NAMES, axis_types=(AxisType.Auto,) * 2)
+    rows = tx.Sharded(mesh, rows="rows")
+    placed = place(mesh, DIAGONAL, "rows")
+    told = agree(CALLS["Hutchinson"], stencil, DIAGONAL, placed, rows)
+    assert not as_long_as_a_vector(told), told
+    n, m = 2**20, 6
+    large = jax.ShapeDtypeStruct((n,), float, sharding=placed.sharding)
+    run = jax.jit(lambda d: CALLS["XTrace"](stencil(d), rows).value)
+    memory = run.lower(large).compile().memory_analysis().temp_size_in_bytes
+    assert memory < n * m * 8, memory
+
+
+def test_blocks():
+    """A device that holds a quarter of the rows takes four times as many probes."""
+    mesh = make_mesh(8)
+    assert tx.Sharded(mesh).chunk(2**18) == 2 * 4
+    assert tx.Sharded(mesh, rows="rows").chunk(2**18) == 2 * 16
+    assert tx.Sharded(mesh, rows="rows", block_size=3).chunk(2**18) == 2 * 3
+
+
 @pytest.mark.parametrize("name", ["Hutchinson", "XTrace"])
 def test_explicit_axes(name):
     """A mesh as `jax.make_mesh` makes it is taken, arrays placed on one are not."""

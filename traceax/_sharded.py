@@ -108,7 +108,8 @@ class Sharded(AbstractExecution):
     - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes
         are taken as Auto ones; arrays placed on a mesh with Explicit axes are refused.
     - `axis`: the name of the mesh axis over which probes are split.
-    - `block_size`: probe vectors per block and device, as for [`traceax.Local`][].
+    - `block_size`: probe vectors per block and device, as for [`traceax.Local`][]. Where
+        vectors are split by `rows`, n counts the rows of one device.
     - `rows`: the name of another axis, over which vectors of length n are split, where
         they are too large for one device. Tall matrices are then factorised from their
         Gram matrices, so that only small ones are communicated.
@@ -146,20 +147,23 @@ class Sharded(AbstractExecution):
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         _check_auto(operator)
         count, devices = jax.tree.leaves(xs)[0].shape[0], self.mesh.shape[self.axis]
-        padded = -(-count // devices) * devices
-        last = jnp.minimum(jnp.arange(padded), count - 1)
-        xs = self._gather(xs)
-        if padded > count:
-            xs = jax.tree.map(lambda x: x[last], xs)
-        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
-        product = jax.make_jaxpr(operator.mv)(vector)
-        automatic = _solves(product) or _names_a_mesh(product)
-        run = self._automatic if automatic else self._manual
+        local, xs = Local(self._block(operator.size, width)), self._gather(xs)
+        whole = operator
         if self.rows is not None:
             by_rows = _ByRows(operator.fn, self.mesh, self.rows)
             operator = dataclasses.replace(operator, fn=by_rows)
+        if devices == 1:
+            # Beside other axes, XLA does not compile the sum of a derivative over one.
+            return local.map_reduce(fn, reduce, operator, xs, width)
+        padded = -(-count // devices) * devices
+        last = jnp.minimum(jnp.arange(padded), count - 1)
+        if padded > count:
+            xs = jax.tree.map(lambda x: x[last], xs)
+        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
+        product = jax.make_jaxpr(whole.mv)(vector)
+        automatic = _solves(product) or _names_a_mesh(product)
+        run = self._automatic if automatic else self._manual
         arrays, static = eqx.partition(operator, eqx.is_array)
-        local = Local(self.block_size)
 
         def share(arrays, xs, valid):
             outs = local.map(fn, eqx.combine(arrays, static), xs, width)
@@ -235,7 +239,12 @@ class Sharded(AbstractExecution):
         return self._gather(super().map(fn, operator, xs, width))
 
     def chunk(self, n: int, width: int = 1) -> int:
-        return self.mesh.shape[self.axis] * Local(self.block_size).chunk(n, width)
+        return self.mesh.shape[self.axis] * self._block(n, width)
+
+    def _block(self, n: int, width: int) -> int:
+        """Of vectors that are split, a device holds its rows of more at a time."""
+        rows = 1 if self.rows is None else self.mesh.shape[self.rows]
+        return Local(self.block_size).chunk(-(-n // rows), width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         by_rows = self.rows is not None
