@@ -51,56 +51,19 @@ def cases():
     Krylov-aware deflation, (rank, k, steps), (k, steps, deflated blocks), and (block,
     steps, k, steps) of more deflation."""
     i = np.arange(1, SIZE + 1.0)
-    kernel = kernel_eigenvalues()
-    yield "i^-1.5", i**-1.5, "sqrt", 0, (8, 15), (6, 20), None, (15, 8, 7), (3, 36, 4, 3)
-    yield "0.9^i", 0.9**i, "sqrt", 0, (4, 30), (4, 30), None, (4, 30, 29), (1, 114, 1, 6)
-    tail = i**-2 + 0.01
-    yield (
-        "i^-2 + 0.01",
-        tail,
-        "log",
-        0.01,
-        (30, 4),
-        (24, 5),
-        (96, 8, 3),
-        (15, 8, 7),
-        (10, 10, 2, 6),
-    )
-    yield (
-        "i^-2 + 0.01",
-        tail,
-        "log1p",
-        0.01,
-        (30, 4),
-        (20, 6),
-        (96, 8, 3),
-        (15, 8, 7),
-        (10, 10, 2, 6),
-    )
-    noisy = kernel + 0.05
-    yield (
-        "RBF + 0.05",
-        noisy,
-        "log",
-        0.05,
-        (6, 20),
-        (6, 20),
-        (108, 4, 3),
-        (15, 8, 7),
-        (2, 48, 4, 6),
-    )
-    flat = np.linspace(0, 5, SIZE)
-    yield (
-        "flat",
-        flat,
-        "exp(-x)",
-        None,
-        (30, 4),
-        (30, 4),
-        None,
-        (30, 4, 2),
-        (10, 9, 10, 3),
-    )
+    tail, noisy = i**-2 + 0.01, kernel_eigenvalues() + 0.05
+    settings = (8, 15), (6, 20), None, (15, 8, 7), (3, 36, 4, 3)
+    yield "i^-1.5", i**-1.5, "sqrt", 0, *settings
+    settings = (4, 30), (4, 30), None, (4, 30, 29), (1, 114, 1, 6)
+    yield "0.9^i", 0.9**i, "sqrt", 0, *settings
+    settings = (30, 4), (24, 5), (96, 8, 3), (15, 8, 7), (10, 10, 2, 6)
+    yield "i^-2 + 0.01", tail, "log", 0.01, *settings
+    settings = (30, 4), (20, 6), (96, 8, 3), (15, 8, 7), (10, 10, 2, 6)
+    yield "i^-2 + 0.01", tail, "log1p", 0.01, *settings
+    settings = (6, 20), (6, 20), (108, 4, 3), (15, 8, 7), (2, 48, 4, 6)
+    yield "RBF + 0.05", noisy, "log", 0.05, *settings
+    settings = (30, 4), (30, 4), None, (30, 4, 2), (10, 9, 10, 3)
+    yield "flat", np.linspace(0, 5, SIZE), "exp(-x)", None, *settings
 
 
 def spheres(seed, m):
