@@ -164,8 +164,8 @@ def test_singular(name):
 
 
 def test_rows_alone():
-    """All devices split the rows, and none the probes: each holds its part of what one
-    device would hold, four arrays of columns."""
+    """On one device for the probes, with eight for the rows, there are derivatives; and
+    the six or seven arrays of a sketch take less than one that is whole."""
     mesh = jax.make_mesh((1, 8), NAMES, axis_types=(AxisType.Auto,) * 2)
     rows = tx.Sharded(mesh, rows="rows")
     placed = place(mesh, DIAGONAL, "rows")
@@ -175,7 +175,7 @@ def test_rows_alone():
     large = jax.ShapeDtypeStruct((n,), float, sharding=placed.sharding)
     run = jax.jit(lambda d: CALLS["XTrace"](stencil(d), rows).value)
     memory = run.lower(large).compile().memory_analysis().temp_size_in_bytes
-    assert memory < 7 * n * m * 8 / 8, memory
+    assert memory < n * m * 8, memory
 
 
 def test_blocks():
