@@ -26,7 +26,7 @@ CASES = {
 
 
 def error(estimator, eigenvalues, function, reference, scale):
-    """With probes on a sphere no estimator sees eigenvectors, so the matrix is diagonal."""
+    """Probes on a sphere do not see eigenvectors, so the matrix is diagonal."""
     operator = lx.FunctionLinearOperator(
         lambda v: scale * eigenvalues * v,
         jax.ShapeDtypeStruct((N,), jnp.float64),
