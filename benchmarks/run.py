@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RELEASED, ENVIRONMENT = ROOT / ".peers", ROOT / ".peers" / "environment"
-PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+PLACE = re.compile(r"<!-- ([\w/]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 PEERS = ("matfree", "linear_operator", "torch", "skerch", "curvlinops-for-pytorch")
 
 
@@ -59,7 +59,10 @@ def run(place: re.Match) -> str:
         return place[0]
     print(f"running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    helpers = os.environ | {"PYTHONPATH": str(HERE)}
+    done = subprocess.run(
+        command, env=helpers, stdout=subprocess.PIPE, text=True, check=True
+    )
     text = f"*`benchmarks/{name}.py` on {machine()}.*\n\n{done.stdout.strip()}"
     return f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
 

@@ -1,4 +1,4 @@
-"""The test matrices of the XTrace paper, section 4, and a slowly decaying one."""
+"""Test matrices, those of the XTrace paper among them, and estimates for many keys."""
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,58 @@ def spectra(n: int) -> dict[str, jax.Array]:
     }
 
 
+def published_spectra(n: int) -> dict[str, jax.Array]:
+    """Those of figure 1 of the XTrace paper (Epperly, Tropp and Webber, 2024), as in its
+    authors' repository, eepperly/XTrace, `tests/basic_tests.m`."""
+    i = jnp.arange(1, n + 1)
+    return {
+        "linspace(1, 3)": jnp.linspace(1.0, 3.0, n),
+        "i^-2": i**-2.0,
+        "0.9^(i-1)": 0.9 ** (i - 1),
+        "0.7^(i-1)": 0.7 ** (i - 1),
+        "1 and 1e-3": jnp.where(i <= n / 20, 1.0, 1e-3),
+        "1 and 1e-8": jnp.where(i <= n / 20, 1.0, 1e-8),
+    }
+
+
+def thesis_spectra(n: int) -> dict[str, jax.Array]:
+    """Those of figure 16.1 of Epperly's thesis (arXiv 2512.15929)."""
+    found = published_spectra(n)
+    return {name: found[name] for name in ("linspace(1, 3)", "i^-2", "0.7^(i-1)")}
+
+
 def matrix_with(eigenvalues: jax.Array) -> jax.Array:
     n = eigenvalues.shape[0]
     basis, _ = jnp.linalg.qr(jax.random.normal(jax.random.key(7), (n, n)))
     return (basis * eigenvalues) @ basis.T
 
 
+def operator_of(matrix, *tags):
+    # A function operator: no estimator is told the diagonal.
+    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+
+
 def trace_many(matrix, estimator, k: int, num_keys: int):
     """Value, standard error and `stats` for each of `num_keys` keys."""
-    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
     tag = lx.positive_semidefinite_tag
 
     def one(matrix, key):
-        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tag)
+        operator = operator_of(matrix, tag)
         solution = tx.trace(operator, estimator, k=k, key=key, throw=False)
         return solution.value, solution.std_err, solution.stats
 
     keys = jax.random.split(jax.random.key(3), num_keys)
+    run = jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
+    return run(matrix, keys)
+
+
+def diagonal_many(estimator, k: int, tags, matrix, keys):
+    """The diagonal for each key."""
+
+    def one(matrix, key):
+        operator = operator_of(matrix, *tags)
+        return tx.diagonal(operator, estimator, k=k, key=key, throw=False).value
+
     run = jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
     return run(matrix, keys)
