@@ -1,5 +1,7 @@
 """Test matrices, those of the XTrace paper among them, and estimates for many keys."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -60,26 +62,27 @@ def operator_of(matrix, *tags):
     return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
 
 
-def trace_many(matrix, estimator, k: int, num_keys: int):
-    """Value, standard error and `stats` for each of `num_keys` keys."""
-    tag = lx.positive_semidefinite_tag
+@functools.cache
+def _over_keys(quantity, estimator, k: int, tags, *parts):
+    """A compiled function of matrix and keys, to these parts of the solutions."""
 
     def one(matrix, key):
-        operator = operator_of(matrix, tag)
-        solution = tx.trace(operator, estimator, k=k, key=key, throw=False)
-        return solution.value, solution.std_err, solution.stats
+        operator = operator_of(matrix, *tags)
+        solution = quantity(operator, estimator, k=k, key=key, throw=False)
+        return [getattr(solution, part) for part in parts]
 
+    return jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
+
+
+def trace_many(matrix, estimator, k: int, num_keys: int):
+    """Value, standard error and `stats` for each of `num_keys` keys."""
     keys = jax.random.split(jax.random.key(3), num_keys)
-    run = jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
-    return run(matrix, keys)
+    tags = (lx.positive_semidefinite_tag,)
+    parts = "value", "std_err", "stats"
+    return _over_keys(tx.trace, estimator, k, tags, *parts)(matrix, keys)
 
 
 def diagonal_many(estimator, k: int, tags, matrix, keys):
     """The diagonal for each key."""
-
-    def one(matrix, key):
-        operator = operator_of(matrix, *tags)
-        return tx.diagonal(operator, estimator, k=k, key=key, throw=False).value
-
-    run = jax.jit(lambda a, keys: jax.lax.map(lambda key: one(a, key), keys))
-    return run(matrix, keys)
+    (values,) = _over_keys(tx.diagonal, estimator, k, tags, "value")(matrix, keys)
+    return values
