@@ -1,4 +1,4 @@
-"""Tables of published results are made by scripts: each has its place, and it is filled."""
+"""Tables of published results are made by scripts: each has its place, which is filled."""
 
 import re
 from pathlib import Path
