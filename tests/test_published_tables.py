@@ -1,4 +1,4 @@
-"""Tables of published results are made by scripts: each has its place, which is filled."""
+"""Tables of published results are made by scripts: each has its place, and it is full."""
 
 import re
 from pathlib import Path
