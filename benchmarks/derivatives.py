@@ -1,4 +1,4 @@
-"""Divergences in flows and Laplacians of networks against code written by hand.
+"""Divergences in flows against code written by hand.
 
     pip install -e '.[examples]'
     python benchmarks/derivatives.py
@@ -6,19 +6,15 @@
 CPU seconds, medians of runs that alternate, in one process. A flow: a training step
 (value and gradient) of a continuous normalizing flow by diffrax, Tsit5, ten steps or a
 PID controller, batch of 256, one probe, a network with two hidden layers of 64, float32.
-A Laplacian: a network of layers 50-768-768-512-512-1 with tanh, 16 points, float64.
+Laplacians are in `published/laplacian.py`.
 """
-
-import functools as ft
-import itertools
-import time
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
+from timing import alternate
 
 import traceax as tx
 
@@ -28,22 +24,6 @@ ADJOINTS = {
     "direct": diffrax.DirectAdjoint(),
     "backsolve": diffrax.BacksolveAdjoint(),
 }
-
-
-def alternate(functions, *args, rounds=9):
-    """For each, the median CPU seconds of a call, and those of the first one."""
-    first, seconds, compiled = {}, {name: [] for name in functions}, {}
-    for name, fn in functions.items():
-        compiled[name] = eqx.filter_jit(fn)
-        start = time.process_time()
-        jax.block_until_ready(compiled[name](*args))
-        first[name] = time.process_time() - start
-    for _ in range(rounds):
-        for name, fn in compiled.items():
-            start = time.process_time()
-            jax.block_until_ready(fn(*args))
-            seconds[name].append(time.process_time() - start)
-    return {name: float(np.median(x)) for name, x in seconds.items()}, first
 
 
 def by_vjp(fn, x, key):
@@ -110,69 +90,8 @@ def flows():
                 )
 
 
-def nested(fn, x, directions):
-    def product(v):
-        return jax.jvp(jax.grad(fn), (x,), (v,))[1]
-
-    return jnp.sum(jax.vmap(product)(directions) * directions)
-
-
-def network(params, x):
-    for weight, bias in params[:-1]:
-        x = jnp.tanh(weight @ x + bias)
-    weight, bias = params[-1]
-    return (weight @ x + bias)[0]
-
-
-def laplacians():
-    sizes = [50, 768, 768, 512, 512, 1]
-    pairs = itertools.pairwise(sizes)
-    params = [
-        (jr.normal(jr.fold_in(jr.key(0), i), (b, a)) / a**0.5, jnp.zeros(b))
-        for i, (a, b) in enumerate(pairs)
-    ]
-    points, key = jr.normal(jr.key(1), (16, 50)), jr.key(2)
-    signs = jr.rademacher(key, (16, 50), points.dtype)
-
-    def of_trace(fn, x, k):
-        estimator = tx.HutchinsonEstimator()
-        return tx.trace(tx.hessian(fn, x), estimator, k=k, key=key).value
-
-    print("\n| directions | | seconds, nested | ours | `tx.trace` of `tx.hessian` |")
-    print("|---|---|---|---|---|")
-    for label, k, directions in (("50, exact", 50, jnp.eye(50)), ("16", 16, signs)):
-        ways = {
-            "nested": lambda fn, x, d=directions: nested(fn, x, d),
-            "ours": lambda fn, x, k=k: tx.laplacian(fn, x, k=k, key=key)[2].value,
-            "trace": lambda fn, x, k=k: of_trace(fn, x, k),
-        }
-
-        def values(params, points, way):
-            return jax.vmap(ft.partial(way, ft.partial(network, params)))(points)
-
-        def loss(params, points, way):
-            return jnp.mean(values(params, points, way) ** 2)
-
-        for what, fn in (("value", values), ("gradient", jax.grad(loss))):
-            functions = {
-                name: lambda params, points, fn=fn, way=way: fn(params, points, way)
-                for name, way in ways.items()
-            }
-            seconds, _ = alternate(functions, params, points)
-            ratios = [seconds[x] / seconds["nested"] for x in ("ours", "trace")]
-            print(
-                f"| {label} | {what} | {seconds['nested']:.3f} | "
-                + " | ".join(f"{x:.2f}" for x in ratios)
-                + " |",
-                flush=True,
-            )
-
-
 if __name__ == "__main__":
     print(
         "Time of a training step over that by `jax.vjp`; first calls over the faster:\n"
     )
     flows()
-    print("\nTime over that of nested derivatives:")
-    jax.config.update("jax_enable_x64", True)
-    laplacians()

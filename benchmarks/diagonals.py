@@ -22,7 +22,7 @@ from curvlinops.diagonal.epperly2024xtrace import xdiag
 from curvlinops.diagonal.hutchinson import hutchinson_diag
 from matfree import stochtrace
 from skerch.algorithms import hutch, xhutchpp
-from spectra import matrix_with
+from spectra import diagonal_many, matrix_with, operator_of, thesis_spectra
 from timing import interleaved, spread
 
 import traceax as tx
@@ -31,29 +31,6 @@ import traceax as tx
 assert curvlinops  # the package of the two functions
 N, BUDGETS = 1000, (60, 120)
 TAG = lx.positive_semidefinite_tag
-
-
-def spectra(n: int) -> dict[str, jax.Array]:
-    i = jnp.arange(1, n + 1)
-    return {
-        "linspace(1, 3)": jnp.linspace(1.0, 3.0, n),
-        "i^-2": i**-2.0,
-        "0.7^(i-1)": 0.7 ** (i - 1),
-    }
-
-
-def operator_of(matrix, *tags):
-    # A function operator: no estimator is told the diagonal.
-    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
-
-
-def ours(estimator, k, tags, matrix, keys):
-    def one(key):
-        operator = operator_of(matrix, *tags)
-        return tx.diagonal(operator, estimator, k=k, key=key, throw=False).value
-
-    return jax.jit(lambda matrix, keys: jax.lax.map(one, keys))(matrix, keys)
 
 
 def matfree(integrand, num, wrap, matrix, keys):
@@ -106,12 +83,12 @@ def functions(k):
         "skerch XDiag": partial(skerch_xdiag, k),
     }
     return {
-        "traceax Hutchinson": partial(ours, tx.HutchinsonEstimator(), k, ()),
-        "traceax Diag++": partial(ours, tx.DiagPlusPlusEstimator(), k, ()),
-        "traceax XDiag": partial(ours, tx.XDiagEstimator(), k, ()),
-        "traceax XNysDiag": partial(ours, tx.XNysDiagEstimator(), k, (TAG,)),
-        "traceax default, no tag": partial(ours, auto, k, ()),
-        "traceax default, semidefinite": partial(ours, auto, k, (TAG,)),
+        "traceax Hutchinson": partial(diagonal_many, tx.HutchinsonEstimator(), k, ()),
+        "traceax Diag++": partial(diagonal_many, tx.DiagPlusPlusEstimator(), k, ()),
+        "traceax XDiag": partial(diagonal_many, tx.XDiagEstimator(), k, ()),
+        "traceax XNysDiag": partial(diagonal_many, tx.XNysDiagEstimator(), k, (TAG,)),
+        "traceax default, no tag": partial(diagonal_many, auto, k, ()),
+        "traceax default, semidefinite": partial(diagonal_many, auto, k, (TAG,)),
         "matfree Hutchinson": partial(matfree, signs, k, monte_carlo),
         "matfree XDiag": partial(matfree, xdiag_of(), k // 2, leave_one_out),
         "matfree XNysDiag": partial(matfree, xnysdiag(), k, leave_one_out),
@@ -121,7 +98,7 @@ def functions(k):
 def accuracy(num_keys: int) -> None:
     keys = jax.random.split(jax.random.key(3), num_keys)
     rows = {}
-    for eigenvalues in spectra(N).values():
+    for eigenvalues in thesis_spectra(N).values():
         matrix = matrix_with(eigenvalues)
         exact = np.diag(matrix)
         for k in BUDGETS:
@@ -129,8 +106,8 @@ def accuracy(num_keys: int) -> None:
                 error = np.abs(np.asarray(function(matrix, keys)) - exact) / np.abs(exact)
                 rows.setdefault(name, []).append(np.median(np.max(error, axis=1)))
     print(f"Largest relative error of an entry, n = {N}, median of {num_keys} keys:\n")
-    print("| |" + "".join(f" {s}, {k} |" for s in spectra(N) for k in BUDGETS))
-    print("|---|" + "---|" * len(BUDGETS) * len(spectra(N)))
+    print("| |" + "".join(f" {s}, {k} |" for s in thesis_spectra(N) for k in BUDGETS))
+    print("|---|" + "---|" * len(BUDGETS) * len(thesis_spectra(N)))
     for name, cells in rows.items():
         print(f"| {name} | " + " | ".join(f"{x:.1e}" for x in cells) + " |", flush=True)
 

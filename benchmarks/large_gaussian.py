@@ -1,10 +1,10 @@
-"""A Gaussian process on 50,000 pixels of a photograph, whose kernel matrix is never formed,
-beside one on as many of them as a Cholesky factorisation takes in the same memory.
+"""A Gaussian process on 50,000 pixels of a photograph, whose kernel matrix is never
+formed, beside one on as many of them as a Cholesky factorisation takes in the same memory.
 
     python benchmarks/large_gaussian.py [n]
 
-Hyperparameters by exact training on 1500 of the pixels. Of all: the log-likelihood with its
-error bar and gradient, the error at 5000 other pixels, time and peak memory.
+Hyperparameters by exact training on 1500 of the pixels. Of all: the log-likelihood with
+its error bar and gradient, the error at 5000 other pixels, time and peak memory.
 """
 
 import resource
@@ -117,9 +117,8 @@ def main(n: int) -> None:
 
     (cost, solution), seconds = timed(jax.jit(exact), params, x[few], y[few])
     length, amplitude, noise = jnp.exp(params)
-    print(
-        f"Length scale {length:.0f} pixels, amplitude {amplitude:.2f}, noise {noise:.2f}:\n"
-    )
+    print(f"Length scale {length:.0f} pixels, amplitude {amplitude:.2f}, ", end="")
+    print(f"noise {noise:.2f}:\n")
     print("| pixels | by | log-likelihood | error at others | wall, CPU time |")
     print("|---|---|---|---|---|")
     print(
@@ -127,16 +126,15 @@ def main(n: int) -> None:
         seconds,
         "|",
     )
-    ((value, found), slope), seconds = timed(
+    ((value, found), _), seconds = timed(
         value_and_slope, params, x[seen], y[seen], jr.key(0)
     )
     told = f"{value:.0f} +- {found.std_err:.0f} | {error(seen, found.stats['solve']):.3f}"
     print(f"| {n} | products, with the gradient | {told} |", seconds, "|\n")
     low, high = found.interval()
-    print(
-        f"Rank {RANK}, {PROBES} probes of {STEPS} steps, {found.stats['solve_steps']} steps of"
-    )
-    print(f"the solve, whose residual is {found.stats['solve_residual']:.0e};")
+    steps, residual = found.stats["solve_steps"], found.stats["solve_residual"]
+    print(f"Rank {RANK}, {PROBES} probes of {STEPS} steps, {steps} steps of the solve,")
+    print(f"whose residual is {residual:.0e};")
     print(f"{found.stats['num_matvecs']} products, interval {low:.0f} to {high:.0f}.")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
