@@ -1,5 +1,5 @@
 """A Gaussian process on 50,000 pixels of a photograph, whose kernel matrix is never
-formed, beside one on as many of them as a Cholesky factorisation takes in the same memory.
+formed, beside one on as many as a Cholesky factorisation takes in the same memory.
 
     python benchmarks/large_gaussian.py [n]
 
@@ -109,7 +109,7 @@ def main(n: int) -> None:
     grey = (photo.ravel() - photo.mean()) / photo.std()
     x, y = (jnp.asarray(each[order], jnp.float32) for each in (positions, grey))
     few, seen, hidden = slice(0, FEW), slice(0, n), slice(n, n + HIDDEN)
-    params = train(x[:1500], y[:1500])
+    params = jax.block_until_ready(train(x[:1500], y[:1500]))
 
     def error(observed, solution):
         mean = product(x[hidden], x[observed], jnp.exp(params), solution)
