@@ -97,6 +97,10 @@ def test_tables_of_measurements_are_those_of_scripts():
 
 
 def test_places_have_a_script():
+    """And scripts of published results a place."""
+    places = [place for page in PAGES.values() for place, _ in PLACE.findall(page)]
+    for path in (ROOT / "benchmarks" / "published").glob("*.py"):
+        assert f"published/{path.stem}" in places
     for name, page in PAGES.items():
         for place, content in PLACE.findall(page):
             assert (ROOT / "benchmarks" / f"{place}.py").exists(), f"{name}: {place}"
