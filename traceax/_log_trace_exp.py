@@ -109,12 +109,9 @@ class _Run(eqx.Module):
 
         log, nodes, vectors = gauss(alpha, beta)
         index = jnp.arange(len(alpha) + 1)
-        repeated = jnp.where(
-            index == run.last + 1, alpha[run.last], jnp.append(alpha, alpha[0])
-        )
-        after, *_ = gauss(
-            repeated, jnp.where(index == run.last, rest, jnp.append(beta, 0))
-        )
+        alphas, betas = jnp.append(alpha, alpha[0]), jnp.append(beta, 0)
+        alphas = jnp.where(index == run.last + 1, alpha[run.last], alphas)
+        after, *_ = gauss(alphas, jnp.where(index == run.last, rest, betas))
         before, *_ = gauss(alpha, jnp.where(index[:-1] == run.last - 1, 0, beta))
         error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
         # Shifted again, since the difference from the largest exponent may be below its

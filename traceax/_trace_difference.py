@@ -16,11 +16,11 @@ from ._flat import dtypes, FlatOperator, flatten, is_hermitian
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionTask
 from ._matfun.callables import as_spectral_function
-from ._matfun.difference import Difference, precondition, unstack, worse
+from ._matfun.difference import Difference, unstack, worse
 from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import LanczosGradient
 from ._matfun.preconditioned import check_logarithm, check_preconditioner
-from ._matfun.preconditioner import AbstractPreconditioning
+from ._matfun.preconditioner import AbstractPreconditioning, Congruence
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._operator.stacked import stacked
@@ -77,7 +77,8 @@ class _TraceDifference(AbstractFunctionTask):
         if self.preconditioner is not None:
             check_logarithm(flat, self.function)
             outer = self.preconditioner.prepare(unstack(flat)[0], **call)
-            flat, spent = precondition(flat, outer), outer.num_matvecs
+            fn, spent = Congruence(flat.fn, outer, stacked=2), outer.num_matvecs
+            flat = dataclasses.replace(flat, fn=fn)
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
         estimate = estimator.run(flat, self.function, LanczosGradient(), **call)

@@ -5,10 +5,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-from .._flat import FlatOperator, standard_promotion
+from .._flat import FlatOperator
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
-from .preconditioner import AbstractPreconditioner
 from .quadratic_form import QuadraticForm
 
 
@@ -25,25 +24,6 @@ def unstack(operator: FlatOperator) -> list[FlatOperator]:
     the compiler leaves out the one that is not used."""
     fns = _Part(operator.fn, 0), _Part(operator.fn, 1)
     return [dataclasses.replace(operator, fn=fn) for fn in fns]
-
-
-class _Preconditioned(eqx.Module):
-    fn: Any
-    preconditioner: AbstractPreconditioner
-
-    def __call__(self, vector):
-        half = self.preconditioner.power
-        with standard_promotion():
-            parts = jnp.split(self.fn(half(-0.5, vector)), 2)
-            return jnp.concatenate([half(-0.5, part) for part in parts])
-
-
-def precondition(
-    operator: FlatOperator, preconditioner: AbstractPreconditioner
-) -> FlatOperator:
-    """`P^(-1/2) A P^(-1/2)` above `P^(-1/2) B P^(-1/2)`."""
-    fn = _Preconditioned(operator.fn, preconditioner)
-    return dataclasses.replace(operator, fn=fn)
 
 
 class Difference(AbstractKrylovMethod):

@@ -1,5 +1,6 @@
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -197,7 +198,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         Another such map.
         """
-        fn = _Preconditioned(operator.fn, self)
+        fn = Congruence(operator.fn, self)
         return dataclasses.replace(operator, fn=fn)
 
 
@@ -361,11 +362,15 @@ class Preconditioner(AbstractPreconditioner):
         return self.power(-0.5, jnp.concatenate(both, axis=1))
 
 
-class _Preconditioned(eqx.Module):
-    fn: Any
-    preconditioner: AbstractPreconditioner
+class Congruence(eqx.Module):
+    """`P^(-1/2) A P^(-1/2)`, or of a map that stacks several A, those of each."""
 
-    def __call__(self, vector):
+    fn: Callable[[Array], Array]
+    preconditioner: AbstractPreconditioner
+    stacked: int = eqx.field(static=True, default=1)
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         half = self.preconditioner.power
         with standard_promotion():
-            return half(-0.5, self.fn(half(-0.5, vector)))
+            images = jnp.split(self.fn(half(-0.5, vector)), self.stacked)
+            return jnp.concatenate([half(-0.5, image) for image in images])
