@@ -305,7 +305,9 @@ def test_gradient_of_a_log_determinant(preconditioner):
     found = gp_samples(preconditioner)
     check_value_and_slope(found)
     if preconditioner is not without:
-        assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 3)
+        share = 1 / 3 if preconditioner is with_estimated_shift else 1 / 20
+        most = share * np.std(gp_samples(without), axis=0)
+        assert np.all(np.std(found, axis=0) < most)
 
 
 def krylov_aware_gp(key, theta):
@@ -319,10 +321,10 @@ def krylov_aware_gp(key, theta):
 
 def test_preconditioned_krylov_aware():
     """What the control variate replaces is told by the estimator's own probes; 300 keys,
-    false alarm 6e-5. The spread of the derivatives stays below that without."""
+    false alarm 6e-5."""
     found = np.asarray(over_keys(krylov_aware_gp, THETA))
     check_value_and_slope(found)
-    assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 3)
+    assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 100)
 
 
 def test_preconditioner_of_a_negative_operator():

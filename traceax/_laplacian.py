@@ -13,7 +13,7 @@ from ._adaptive import Adaptive
 from ._checks import check_point
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, Local
-from ._flat import dtypes, FlatFunction, from_flat, to_flat
+from ._flat import dtypes, FlatFunction, flatten, from_flat, to_flat
 from ._kernel.taylor import second_derivative
 from ._moments import Moments
 from ._operator.curvature import check_scalar, hessian
@@ -164,7 +164,7 @@ class _Laplacian(AbstractTask):
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
-            rounding=float(jnp.finfo(dtype).eps) * size**0.5,
+            rounding=flatten(operator).rounding,
             num_samples=k,
         )
 

@@ -41,32 +41,26 @@ def assemble(
     real = jnp.finfo(flat.dtype).dtype
     products, unit = normalise(products)
     size = jnp.linalg.norm(products)
-    direction = jnp.zeros_like(products[:, 0])
+    core = basis.conj().T @ products
+    empty = jnp.sum(jnp.abs(basis), axis=0) == 0
+    core = (core + core.conj().T) / 2 + jnp.diag(jnp.where(empty, size, 0))
+    ritz_values, ritz_vectors = eigh(core)
+    smallest = ritz_values[0] * unit
     if shift is None:
         # A tenth below the smallest Ritz value: near it, but A - sigma I stays positive
         # definite on the basis.
-        core = basis.conj().T @ products
-        empty = jnp.sum(jnp.abs(basis), axis=0) == 0
-        core = (core + core.conj().T) / 2 + jnp.diag(jnp.where(empty, size, 0))
-        ritz_values, ritz_vectors = eigh(core)
-        shift = 0.9 * ritz_values[0] * unit
-        direction = 0.9**0.5 * (basis @ ritz_vectors[:, 0])
-    floor = flat.eps * jnp.where(size > 0, size, 1)
-    shift = jnp.maximum(jnp.asarray(shift, real), floor * unit)
-    relative = jax.lax.stop_gradient(shift) / unit
-    products = products - relative.astype(flat.dtype) * basis
-    approximation = nystrom(basis, products, flat.eps)
+        shift = 0.9 * smallest
+    floor = flat.eps * jnp.where(size > 0, size, 1) * unit
+    shift = jnp.maximum(jax.lax.stop_gradient(jnp.asarray(shift, real)), floor)
+    share = jnp.where(smallest > shift, shift / smallest, 1)
+    relative = (shift / unit).astype(flat.dtype)
+    approximation = nystrom(basis, products - relative * basis, flat.eps)
     vectors, s, _ = thin_svd(approximation.factor, flat.eps)
-    # Rows of the whitener have the length h^(-1/2), for h an eigenvalue of H.
-    whitener = approximation.whitener
-    damping = 1 / (1 + 0.02 * relative * jnp.sum(jnp.abs(whitener) ** 2, axis=1))
     return Preconditioner(
         vectors=vectors,
         values=unit * jnp.maximum(s**2 - approximation.shift, 0),
         shift=shift,
-        basis=basis,
-        quotient=(approximation.factor * damping) @ whitener,
-        shift_direction=direction,
+        shift_direction=basis @ (jnp.sqrt(share) * ritz_vectors[:, 0]),
         template=lx.IdentityLinearOperator(structure),
         num_matvecs=num_matvecs,
         result=failure(~jnp.all(jnp.isfinite(products)), RESULTS.nonfinite_product),
@@ -111,8 +105,8 @@ def nystrom_preconditioner(
     - `key`: a JAX PRNG key.
     - `shift`: about the size of the smallest eigenvalues, such as the noise variance of
         a Gaussian process; it is subtracted before the approximation and added after
-        it. The better it is, the better the preconditioner. If it is a hyperparameter
-        to differentiate by, pass the traced value. `None` estimates it from the sketch.
+        it. The better it is, the better the preconditioner. `None` estimates it from
+        the sketch. Constant to derivatives.
     - `execution`: where and how many at a time products are made.
     - `throw`: as in [`traceax.trace`][].
 

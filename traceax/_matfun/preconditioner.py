@@ -12,8 +12,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, standard_promotion, unflatten
-from .._gradient import attach, attach_derivative, Frame
-from .._kernel.dense import qr
+from .._gradient import attach, Frame
 from .._solution import RESULTS
 from .steps import AdaptiveSteps
 
@@ -204,7 +203,6 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
 @eqx.filter_jit
 def _log_determinant(values: Array, shift: Array, size: int) -> Array:
-    shift = jax.lax.stop_gradient(shift)
     return size * jnp.log(shift) + jnp.sum(jnp.log1p(values / shift))
 
 
@@ -213,9 +211,7 @@ class Preconditioner(AbstractPreconditioner):
     for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
 
     Made by [`traceax.nystrom_preconditioner`][] and
-    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives, except
-    that a differentiable `shift` lowers the variance of the gradient of a
-    log-determinant.
+    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives.
 
     !!! Example
 
@@ -248,10 +244,7 @@ class Preconditioner(AbstractPreconditioner):
     vectors: Inexact[Array, "n r"]
     values: Real[Array, " r"]
     shift: Real[Array, ""]
-    # With Y = (A - sigma I) Q: the approximation is Y H^(-1) Y*, H = Q* Y.
-    basis: Inexact[Array, "n r"]  # Q
-    quotient: Inexact[Array, "n r"]  # C = Y (H + 0.02 sigma I)^(-1)
-    # The derivative of an estimated shift is `d* dA d` with this d; 0 for a given one.
+    # The derivative of the smallest eigenvalue is about `d* dA d` with this d.
     shift_direction: Inexact[Array, " n"]
     template: lx.IdentityLinearOperator
     num_matvecs: int | Int[Array, ""]
@@ -272,7 +265,7 @@ class Preconditioner(AbstractPreconditioner):
     @property
     def largest(self) -> Real[Array, ""]:
         """The largest eigenvalue."""
-        return jnp.max(self.values) + jax.lax.stop_gradient(self.shift)
+        return jnp.max(self.values) + self.shift
 
     def inverse(self) -> lx.FunctionLinearOperator:
         """$P^{-1}$ as a positive semidefinite `lineax` operator: pass it to
@@ -281,26 +274,24 @@ class Preconditioner(AbstractPreconditioner):
         structure = self.template.in_structure()
         tags = lx.positive_semidefinite_tag
         dtype = self.vectors.dtype
-        constant = jax.lax.stop_gradient(self)
-        return unflatten(lambda x: constant.power(-1.0, x), structure, dtype, tags)
+        return unflatten(lambda x: self.power(-1.0, x), structure, dtype, tags)
 
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]
     ) -> Inexact[Array, " n *k"]:
         """`P**exponent` times flat vectors, the columns of x."""
-        shift = jax.lax.stop_gradient(self.shift)
-        outer = shift**exponent
-        inner = ((self.values + shift) ** exponent - outer).astype(x.dtype)
+        outer = self.shift**exponent
+        inner = ((self.values + self.shift) ** exponent - outer).astype(x.dtype)
         part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
         part = jnp.matmul(self.vectors * inner, part, precision="highest")
         return outer.astype(x.dtype) * x + part
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
         """The diagonal of `P**exponent`."""
-        shift = jax.lax.stop_gradient(self.shift)
-        inner = (self.values + shift) ** exponent - shift**exponent
+        outer = self.shift**exponent
+        inner = (self.values + self.shift) ** exponent - outer
         squares = jnp.abs(self.vectors) ** 2
-        return shift**exponent + jnp.matmul(squares, inner, precision="highest")
+        return outer + jnp.matmul(squares, inner, precision="highest")
 
     def control(
         self,
@@ -312,51 +303,44 @@ class Preconditioner(AbstractPreconditioner):
         """`value`, with a derivative of mean zero that cancels sampling error.
 
         In a direction dA it is `tr(P^-1 dP) - mean(z* P^(-1/2) dP P^(-1/2) z)`, with dP
-        close to the derivative of P for a fixed basis: what the preconditioner knows of
-        `tr(A^-1 dA)` exactly replaces what the probes say of it. Wenger, Pleiss, Hennig,
-        Cunningham and Gardner, ICML 2022, arXiv:2107.00243.
+        close to the derivative of P: what the preconditioner knows of `tr(A^-1 dA)`
+        exactly replaces what the probes say of it. Wenger, Pleiss, Hennig, Cunningham and
+        Gardner, ICML 2022, arXiv:2107.00243.
 
-        With `dY = (dA - dsigma I) Q` it is `dP = dY C* + C dY* - C (Q* dY) C* +
-        dsigma I`, and `x* dP x = Re (2 x - Q g)* dY g + dsigma x* x` for `g = C* x`. The
-        multiple of the identity in C bounds dP where H is nearly singular, and moves no
-        mean. The vectors x are those of `_split`.
+        dP is dA on the range of U and between it and the complement, and dsigma times
+        the identity on the complement, `dsigma = d* dA d`. With `dY = (dA - dsigma I) U`
+        it is `x* dP x = Re (2 x - U g)* dY g + dsigma x* x` for `g = U* x`. The vectors x
+        are those of `_split`.
         """
         u = self._split(probes / probes.shape[1] ** 0.5)
-        solved = self.power(-1.0, self.quotient)
-        adjoint = self.quotient.conj().T
-        shift = jax.lax.stop_gradient(self.shift)
+        basis, inverse = self.vectors, 1 / (self.values + self.shift)
         with jax.default_matmul_precision("highest"):
-            g = adjoint @ u
-            sampled = 2 * u @ g.conj().T - self.basis @ (g @ g.conj().T)
-            left = 2 * solved - self.basis @ (adjoint @ solved) - sampled
-        trace = (self.size - self.values.size) / shift + jnp.sum(
-            1 / (self.values + shift)
-        )
-        slope = trace - jnp.sum(jnp.abs(u) ** 2)
-        slope -= jnp.sum(left.conj() * self.basis).real
+            g = basis.conj().T @ u
+            sampled = 2 * u @ g.conj().T - basis @ (g @ g.conj().T)
+            left = basis * inverse - sampled
+        trace = (self.size - self.values.size) / self.shift + jnp.sum(inverse)
+        slope = trace - jnp.sum(jnp.abs(u) ** 2) - jnp.sum(left.conj() * basis).real
         direction = self.shift_direction[:, None]
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
-        right = jnp.concatenate([self.basis, direction], axis=1)
-        slope = jax.lax.stop_gradient(slope)
-        value = attach_derivative(value, lambda: slope * self.shift)
+        right = jnp.concatenate([basis, direction], axis=1)
         frame = Frame(jax.lax.stop_gradient(left), right)
         return attach(operator, value, frame, execution=execution)
 
     def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
         """The vectors x over which the control variate sums `x* dP x`, from a probe z.
 
-        `M = P^(-1/2) A P^(-1/2)` is the identity on the range of `P^(1/2) Q`. For a pair
+        `M = P^(-1/2) A P^(-1/2)` is close to the identity on the range of U. For a pair
         of eigenvectors, one in it and one outside, the derivative of `z* log(M) z` has
         the weight `log(m) / (m - 1)` with the other's eigenvalue m, and `z* K z` of
         `K = P^(-1/2) dP P^(-1/2)` has 1. So the coupling of the two, which has mean zero,
         gets the weight for the largest m that is expected.
         """
         last = self.values[self.num_matvecs - 1]
-        smallest = last / jax.lax.stop_gradient(self.shift)
+        smallest = last / self.shift
         weight = jnp.where(smallest > 0, jnp.log1p(smallest) / smallest, 1)
         weight = weight.astype(z.dtype)
-        inside, _ = qr(self.power(0.5, self.basis))
-        part = inside @ (inside.conj().T @ z)
+        with jax.default_matmul_precision("highest"):
+            part = self.vectors @ (self.vectors.conj().T @ z)
         parts = jnp.concatenate([part, z - part], axis=1)
         both = [weight**0.5 * z, (1 - weight) ** 0.5 * parts]
         return self.power(-0.5, jnp.concatenate(both, axis=1))
