@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
             "levels": smallest ** (np.floor(3.99 * part) / 3),
             "step": np.where(part < 0.3, 1.0, smallest),
             "outlier": np.where(part == 0, 1.0, smallest),
-            "cluster": 1 + smallest * generator.standard_normal(n),
+            "cluster": np.abs(1 + smallest * generator.standard_normal(n)),
         }[self.spectrum]
         signs = {
             "positive": 1,

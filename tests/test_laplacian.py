@@ -222,3 +222,12 @@ def test_bad_input():
         tx.laplacian(fn, X, k=0, key=KEYS[0])
     with pytest.raises(eqx.EquinoxRuntimeError, match="finite"):
         tx.laplacian(lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(N))
+
+
+def test_half_precision():
+    """A sum over 40 directions of 3840 would overflow; and the bar is of its rounding."""
+    x = jnp.zeros(64, jnp.float16)
+    fn = lambda x: 30 * jnp.sum(x * x)  # noqa: E731
+    *_, solution = tx.laplacian(fn, x, k=40, key=jr.key(0))
+    assert solution.std_err > 3840 * jnp.finfo(jnp.float16).eps
+    assert abs(solution.value - 3840) < 4 * solution.std_err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -151,6 +152,8 @@ class _Laplacian(AbstractTask):
             operator = hessian(self.fn, self.point)
             return HutchinsonEstimator().run(operator, k, key, execution)
         size, dtype = self.point.size, self.point.dtype
+        # The sum over directions is made inside of the function, in its precision.
+        scale = 2.0 ** -math.ceil(math.log2(k) / 2)
 
         def directions(indices):
             return draw(RademacherSampler(), needed(key), indices, size, dtype).T
@@ -160,7 +163,7 @@ class _Laplacian(AbstractTask):
         frozen: _Laplacian = eqx.combine(jax.lax.stop_gradient(arrays), static)
         samples = frozen._along_each(directions, k)
         return Estimate(
-            value=self._along(directions, k) / k,
+            value=self._along(lambda i: scale * directions(i), k) / (k * scale**2),
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
