@@ -340,6 +340,30 @@ def test_preconditioner_of_a_negative_operator():
     assert (one.stats["sign"], other.stats["sign"]) == (1, (-1) ** N)
 
 
+def test_preconditioner_is_constant():
+    """One that is a leaf of what is differentiated, in a log-determinant and a solve."""
+    matrix = kernel(THETA)
+    operator = lambda x: lx.MatrixLinearOperator(x * matrix, PSD)  # noqa: E731
+    made = with_nystrom(THETA, operator(1.0), KEY)
+
+    def value(both):
+        scale, preconditioner = both
+        settings = {"k": 4, "num_steps": 8, "key": KEY}
+        settings["preconditioner"] = preconditioner
+        determinant = tx.logdet(operator(scale), **settings).value
+        options = {"preconditioner": preconditioner.inverse()}
+        solver = lx.CG(rtol=1e-9, atol=1e-9)
+        solved = lx.linear_solve(operator(scale), jnp.ones(N), solver, options=options)
+        return determinant + jnp.sum(solved.value)
+
+    slope, others = eqx.filter_jit(eqx.filter_grad(value))((jnp.array(1.0), made))
+    along = eqx.filter_jit(eqx.filter_grad(lambda x: value((x, made))))(jnp.array(1.0))
+    assert np.isclose(slope, along, rtol=1e-9)
+    arrays = jax.tree.leaves(eqx.filter(others, eqx.is_inexact_array))
+    assert arrays
+    assert not any(np.any(x) for x in arrays)
+
+
 def test_preconditioner_of_another_matrix_is_unbiased():
     """As in training, where one is kept for some steps; 300 keys, false alarm 6e-5."""
 

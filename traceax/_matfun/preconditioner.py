@@ -252,6 +252,10 @@ class Preconditioner(AbstractPreconditioner):
     least: Real[Array, ""] | None = None  # pyright: ignore
     estimated: ClassVar[tuple[str, ...]] = ("vectors", "values", "shift")
 
+    def prepare(self, operator: FlatOperator, **_: Any) -> AbstractPreconditioner:
+        """Itself, constant to derivatives."""
+        return jax.lax.stop_gradient(super().prepare(operator))
+
     @property
     def logdet(self) -> Real[Array, ""]:
         """$\\log\\det P$, exactly, by the matrix determinant lemma."""
@@ -274,7 +278,8 @@ class Preconditioner(AbstractPreconditioner):
         structure = self.template.in_structure()
         tags = lx.positive_semidefinite_tag
         dtype = self.vectors.dtype
-        return unflatten(lambda x: self.power(-1.0, x), structure, dtype, tags)
+        constant = jax.lax.stop_gradient(self)
+        return unflatten(lambda x: constant.power(-1.0, x), structure, dtype, tags)
 
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]
