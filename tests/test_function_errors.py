@@ -578,7 +578,9 @@ def test_singular_matrix_has_no_log_determinant(tags):
     solution = logdet(matrix_operator(matrix, tags), k=N, throw=False)
     assert solution.result != tx.RESULTS.successful
     if not tags:
-        assert solution.result == tx.RESULTS.zero_determinant
+        # The factorisation decides on which side of the roundoff its zero is.
+        zero, lost = tx.RESULTS.zero_determinant, tx.RESULTS.precision_lost
+        assert solution.result == zero or solution.result == lost
 
 
 @pytest.mark.parametrize("name", SECOND)

@@ -6,9 +6,11 @@ keys: it fails with probability `FALSE_ALARM` or less where the interval covers 
 asked, or more. Seeds are fixed.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
 import pytest
 from scipy import stats
@@ -72,6 +74,49 @@ def test_rounding_where_the_trace_cancels(cls, k, dtype):
         errors, bars, widths = errors_and_bars(jnp.asarray(matrix, dtype), cls(), k, 100)
         assert_covers(errors, widths, 0.95)
         assert np.max(bars) < 1e3 * np.finfo(dtype).eps * np.linalg.norm(matrix)
+
+
+@pytest.mark.parametrize("k", [16, ROUNDS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_where_all_samples_are_equal(k, dtype):
+    """With random signs, diagonal matrices leave no sampling error. What rounding leaves
+    of terms that cancel is covered, at any scale."""
+    entries = np.random.default_rng(0).standard_normal(N)
+    for scale in (1e-15, 1, 1e15):
+        row = scale * np.concatenate([entries, -entries[::-1]])
+        row = np.asarray(row * (1 + np.arange(2 * N) / 1e6), dtype)
+        estimator = tx.HutchinsonEstimator()
+        errors, bars, widths = errors_and_bars(jnp.diag(row), estimator, k, 100)
+        assert_covers(errors, widths, 0.95)
+        assert np.max(bars) < 1e2 * np.finfo(dtype).eps * np.linalg.norm(row)
+
+
+def test_rounding_in_leaves_and_products():
+    """The same for traces of leaves, and for inner products of two operators."""
+    row = np.random.default_rng(1).standard_normal((2, N)).astype(np.float32)
+    row[:, -1] -= np.sum(row, axis=1, dtype=np.float64)
+    ones, structure = jnp.ones(N, np.float32), jax.eval_shape(lambda: list(row))
+    both = lx.FunctionLinearOperator(
+        lambda v: [x * y for x, y in zip(v, row, strict=True)], structure
+    )
+    pair = [lx.DiagonalLinearOperator(jnp.asarray(x)) for x in (ones, row[0])]
+    keys = jr.split(jr.key(0), 50)
+
+    @eqx.filter_jit
+    def errors(keys):
+        def one(key):
+            leaves = tx.leaf_traces(both, tx.HutchinsonEstimator(), k=8, key=key)
+            products = tx.frobenius_products(pair, k=8, key=key)
+            values = [*leaves.value, products.value[0, 1]]
+            return values, [*leaves.std_err, products.std_err[0, 1]]
+
+        return jax.lax.map(one, keys)
+
+    values, bars = np.asarray(errors(keys), np.float64)
+    exact = np.sum(row[[0, 1, 0]], axis=1, dtype=np.float64)
+    for value, bar, truth in zip(values, bars, exact, strict=True):
+        assert_covers(value - truth, 2 * bar, 0.95)
+        assert np.max(bar) < 1e2 * np.finfo(np.float32).eps * np.linalg.norm(row)
 
 
 # Probes that are essential.

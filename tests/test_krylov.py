@@ -206,6 +206,8 @@ def test_block_lanczos_relation(dtype, spectrum):
     rest = matrix @ run.basis - run.basis @ run.matrix
     size = np.linalg.norm(matrix)
     assert np.linalg.norm(rest[:, :-4]) < 100 * eps * size
+    assert np.linalg.norm(run.again - run.matrix) < 100 * eps * size
+    assert run.neglected < 100 * eps * size
     assert np.allclose(start, run.basis @ (run.basis.conj().T @ start), atol=60 * eps)
 
 
@@ -219,6 +221,21 @@ def test_block_lanczos_breaks_down():
     assert np.max(np.abs(rest)) < 1e-12
     values = np.linalg.eigvalsh(run.matrix)
     assert 1 - 1e-12 < values[0] < values[-1] < 5 + 1e-12
+
+
+def test_what_a_breakdown_neglects():
+    """Two blocks with a coupling that is below the precision asked for."""
+    matrix = np.diag(np.repeat([1.0, 2.0], N // 2))
+    matrix[0, -1] = matrix[-1, 0] = 3e-4
+    start = np.eye(N)[:, :1]
+    run = as_numpy(lanczos_of(matrix, start[:, 0], 4, None, 1e-3))
+    block = as_numpy(block_lanczos_of(matrix, start, 4, 1e-3))
+    for each in (run, block):
+        assert np.abs(each.neglected - 3e-4) < 1e-12
+    run = as_numpy(lanczos_of(matrix, start[:, 0], 4, None, 1e-4))
+    block = as_numpy(block_lanczos_of(matrix, start, 4, 1e-4))
+    for each in (run, block):
+        assert each.neglected < 1e-12
 
 
 @every_dtype

@@ -101,6 +101,35 @@ def test_lost_precision_is_flagged(kind, condition, dtype, function):
     assert jnp.all(flagged)
 
 
+@eqx.filter_jit
+def exponentials(matrix, estimator, keys):
+    """Interval and result for each key."""
+
+    def one(key):
+        settings = {"k": 8, "num_steps": 20, "key": key, "throw": False}
+        operator = matrix_free(matrix, lx.symmetric_tag)
+        solution = tx.trace_of_function(operator, tx.Exp(), estimator, **settings)
+        return solution.interval(0.999), solution.result
+
+    return jax.lax.map(one, keys)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BRAIN])
+@pytest.mark.parametrize("cls", [tx.SLQEstimator, tx.KrylovAwareEstimator])
+def test_exponential_of_large_negative_numbers(cls, dtype):
+    """Errors of eigenvalues are relative to the largest, on which the trace does not
+    depend at all."""
+    spread = np.append(0.0, -np.linspace(1e3, 1e4, N - 1))
+    outlier = np.append(-1e4, -np.linspace(0, 3, N - 1))
+    keys = jr.split(jr.key(20261123), 20)
+    for eigenvalues in (spread, outlier):
+        matrix = jnp.asarray(hermitian(0, eigenvalues)).astype(dtype)
+        exact = np.sum(np.exp(np.linalg.eigvalsh(np.asarray(matrix, np.float64))))
+        (low, high), result = exponentials(matrix, cls(), keys)
+        covered = (low <= exact) & (exact <= high)
+        assert jnp.all(covered | (result == LOST))
+
+
 def test_products_less_accurate_than_their_dtype_are_seen():
     """As those of float32 are on some accelerators, and an inner solve's."""
     matrix = jnp.asarray(low_rank(400))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree, Real
 
 
 class AbstractQuantity(eqx.Module):
@@ -48,6 +48,13 @@ class AbstractQuantity(eqx.Module):
         `image left*`, if that is linear.
         """
 
+    def size(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Real[Array, "..."] | None:
+        """The size that rounding errors of `read` are relative to, of the same shape, if
+        it adds up terms that may cancel: about their 2-norm."""
+        return None
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         """A sum and its standard error, of the shape that `read` gives, in the form that
         users see."""
@@ -63,6 +70,11 @@ class Trace(AbstractQuantity):
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return jnp.vdot(left, image, precision="highest")
+
+    def size(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Real[Array, ""]:
+        return _norm(jnp.abs(left * image))
 
 
 class _Structured(AbstractQuantity):
@@ -126,6 +138,11 @@ class LeafTraces(_Structured):
         parts = zip(self._split(left), self._split(image), strict=True)
         return jnp.stack([jnp.vdot(x, y, precision="highest") for x, y in parts])
 
+    def size(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Real[Array, " p"]:
+        return jnp.stack([_norm(x) for x in self._split(jnp.abs(left * image))])
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         parts = list(value), list(std_err)
         return tuple(tree_unflatten(self.treedef, leaves) for leaves in parts)
@@ -164,6 +181,13 @@ class FrobeniusProducts(AbstractQuantity):
         gram = jnp.matmul(images.conj(), images.T, precision="highest")
         return (gram + gram.conj().T) / 2
 
+    def size(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
+    ) -> Real[Array, "p p"]:
+        sizes = jnp.abs(image)
+        largest = jnp.sqrt(jnp.max(sizes.reshape(self.count, -1), axis=1))
+        return jnp.sqrt(self.read(left, sizes)) * largest[:, None] * largest
+
 
 class SchattenNorm(AbstractQuantity):
     """`(tr |A|^p)^(1/p)`, from pairs for `|A|^p`."""
@@ -189,6 +213,12 @@ class Shifted(AbstractQuantity):
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return self.quantity.present(value + self.offset, std_err)
+
+
+def _norm(sizes: Real[Array, " n"]) -> Real[Array, ""]:
+    """An upper bound of the 2-norm, tight for vectors with entries of one size. Unlike a
+    sum of squares it does not overflow or underflow before the entries do."""
+    return jnp.sqrt(jnp.sum(sizes)) * jnp.sqrt(jnp.max(sizes, initial=0))
 
 
 def _noticed(square: Array, nonzero: Array) -> Array:

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
 from .._checks import check_operator
@@ -219,6 +219,15 @@ def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> Va
     )
 
 
+def _largest(
+    sizes: Real[Array, "m ..."], valid: Bool[Array, " m"] | None = None
+) -> Real[Array, "..."]:
+    """The largest of sizes along their first axis, of those that are `valid`."""
+    if valid is not None:
+        sizes = jnp.where(valid.reshape(-1, *[1] * (sizes.ndim - 1)), sizes, 0)
+    return jnp.max(sizes, axis=0)
+
+
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
     """Whether samples are skewed, as quadratic forms of the probes are, so that error
     bars have to be wider. Entries of a diagonal are not if all entries of the probes have
@@ -290,13 +299,16 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
 
         def body(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self._read(quantity, flat, probe), ()
+            return self._read(quantity, flat, probe)
 
         def reduce(outs, valid):
-            return (Moments.of(outs[0], valid, skewed=skewed),)
+            samples, size = outs
+            moments = Moments.of(samples, valid, skewed=skewed)
+            return moments, jax.tree.map(lambda x: _largest(x, valid), size)
 
         def merge(parts):
-            return (Moments.merge(parts[0]),)
+            moments, size = parts
+            return Moments.merge(moments), jax.tree.map(_largest, size)
 
         # The backward pass draws a block's probes again instead of storing them all.
         body = eqx.filter_checkpoint(body, prevent_cse=False)
@@ -304,13 +316,14 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         streamed = stream(
             body, reduce, merge, flat, k, execution, keep=scalar, quantity=quantity
         )
-        (moments,) = streamed.summary
+        moments, size = streamed.summary
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=flat.rounding,
+            magnitude=0.0 if size is None else size,
             result=streamed.loop.result,
             extra=streamed.loop.extra,
             state=streamed.loop.state,
@@ -319,7 +332,8 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
 
     def _read(
         self, quantity: AbstractQuantity, flat: FlatOperator, probe: Inexact[Array, " n"]
-    ) -> Inexact[Array, "*q"]:
+    ) -> tuple[Inexact[Array, "*q"], Real[Array, "*q"] | None]:
+        """A sample, and the size of its terms where these may cancel."""
         products = []
 
         def counted(vector):
@@ -337,7 +351,8 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
                 "several products write a `traceax.AbstractSketchEstimator`."
             )
         if pair:
-            return quantity.read(*sample)
+            frozen = jax.lax.stop_gradient(sample)
+            return quantity.read(*sample), quantity.size(*frozen)
         if not isinstance(quantity, Trace):
             raise refusal(self, quantity)
-        return sample
+        return sample, None

@@ -23,6 +23,7 @@ class Lanczos(eqx.Module):
         So it is too after the last of fewer steps than there is room for.
     - `projected`: what `beta[:-1]` is but for rounding errors of the products, measured
         from the other side: `v_j* A v_(j+1)`, where `beta[j]` is from `A v_j`.
+    - `neglected`: the norm of the residual that counted as zero at a breakdown.
     - `basis`: the columns of V, as rows.
     - `norm`: of the start vector, which is `norm * V e_1`.
     - `last`: the index of the last column of V.
@@ -31,6 +32,7 @@ class Lanczos(eqx.Module):
     alpha: Real[Array, " s"]
     beta: Real[Array, " s"]
     projected: Real[Array, " s-1"]
+    neglected: Real[Array, ""]
     basis: Inexact[Array, "s n"]
     norm: Real[Array, ""]
     last: Int[Array, ""] | int
@@ -42,7 +44,7 @@ class LanczosState(eqx.Module):
 
     carry: tuple[Array, ...]
     buffers: tuple[Inexact[Array, "_ n"], ...]
-    entries: Real[Array, "s 3"]
+    entries: Real[Array, "s 4"]
     norm: Real[Array, ""]
 
 
@@ -91,7 +93,7 @@ def lanczos_start(
     return LanczosState(
         carry=(vector, jnp.zeros_like(vector), zero, zero),
         buffers=tuple(jnp.zeros_like(start, shape=(m, start.shape[0])) for m in sizes),
-        entries=jnp.zeros_like(norm, shape=(most, 3)),
+        entries=jnp.zeros_like(norm, shape=(most, 4)),
         norm=norm,
     )
 
@@ -117,11 +119,11 @@ def lanczos_advance(
         rest = product - form.astype(dtype) * vector
         rest = rest - beta.astype(dtype) * previous
         scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
-        following, beta = orthogonalise(rest, buffers, j, window)
-        alive = ~(beta <= eps * scale)
+        following, residual = orthogonalise(rest, buffers, j, window)
+        alive = ~(residual <= eps * scale)
         following = jnp.where(alive, following, 0)
-        beta = jnp.where(alive, beta, 0)
-        found = jnp.stack([form, beta, projected])
+        beta = jnp.where(alive, residual, 0)
+        found = jnp.stack([form, beta, projected, residual - beta])
         entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
         return (following, vector, beta, scale), buffers, entries
 
@@ -132,14 +134,15 @@ def lanczos_advance(
 
 def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
     """What `steps` steps have found, all that were made."""
-    alpha, beta, projected = state.entries.T
+    alpha, beta, projected, neglected = state.entries.T
     last = steps - 1
     beta, residual = cut(beta, last)
     # After a breakdown all of them are 0.
     alpha = jnp.where(jnp.append(False, beta[:-1] == 0), alpha[0], alpha)
     beta = jnp.append(beta[:-1], residual)
     basis = jnp.concatenate(state.buffers)
-    return Lanczos(alpha, beta, projected[1:], basis, state.norm, last)
+    neglected = jnp.max(neglected)
+    return Lanczos(alpha, beta, projected[1:], neglected, basis, state.norm, last)
 
 
 def cut(
@@ -157,12 +160,17 @@ class BlockLanczos(eqx.Module):
     - `matrix`: T, of shape (s b, s b). Where the basis has a zero column, its diagonal
         entry is one of A's Rayleigh quotients.
     - `coupling`: B, of the last block to the next one, v.
+    - `again`: what `matrix` is but for rounding errors of the products, from the entries
+        of `V* A V` on the other side of the diagonal.
+    - `neglected`: the largest norm of a part of A's products that counted as zero.
     - `basis`: V, block after block; columns are orthonormal or, after a breakdown and for
         steps that were not made, zero.
     """
 
     matrix: Inexact[Array, "p p"]
     coupling: Inexact[Array, "b b"]
+    again: Inexact[Array, "p p"]
+    neglected: Real[Array, ""]
     basis: Inexact[Array, "n p"]
 
 
@@ -178,6 +186,8 @@ class BlockLanczosState(eqx.Module):
     basis: Inexact[Array, "n p"]
     diagonal: Inexact[Array, "s b b"]
     below: Inexact[Array, "s b b"]
+    above: Inexact[Array, "s b b"]
+    neglected: Real[Array, ""]
 
 
 def block_lanczos(
@@ -215,14 +225,17 @@ def block_lanczos_start(
     n, b = start.shape
     block, _, _ = thin_svd(start, eps)
     blocks = jnp.zeros_like(block, shape=(most, b, b))
+    zero = jnp.zeros_like(block, shape=(), dtype=jnp.finfo(start.dtype).dtype)
     return BlockLanczosState(
         block=block,
         previous=jnp.zeros_like(block),
         coupling=jnp.zeros_like(block, shape=(b, b)),
-        scale=jnp.zeros_like(block, shape=(), dtype=jnp.finfo(start.dtype).dtype),
+        scale=zero,
         basis=jnp.zeros_like(block, shape=(n, most * b)),
         diagonal=blocks,
         below=blocks,
+        above=blocks,
+        neglected=zero,
     )
 
 
@@ -246,6 +259,7 @@ def block_lanczos_advance(
         rest = rest - basis @ (basis.conj().T @ rest)
         scale = jnp.maximum(state.scale, jnp.max(jnp.abs(form)))
         following, s, vh = thin_svd(rest, eps, scale)
+        neglected = jnp.linalg.norm(rest - following @ (s[:, None] * vh))
         # Weak directions of the block have components in the basis that were small beside
         # the strong ones: a second pass, and what it cancels half of was rounding.
         following = following - basis @ (basis.conj().T @ following)
@@ -259,6 +273,8 @@ def block_lanczos_advance(
             basis=basis,
             diagonal=state.diagonal.at[j].set(form),
             below=state.below.at[j].set(coupling),
+            above=state.above.at[j].set(state.previous.conj().T @ product),
+            neglected=jnp.maximum(state.neglected, neglected),
         )
 
     return jax.lax.fori_loop(first, last, step, state)
@@ -270,16 +286,27 @@ def block_lanczos_run(
     """What `steps` steps have found, all that were made."""
     most, b, _ = state.diagonal.shape
     index = jnp.arange(most)
-    below = jnp.where((index < steps - 1)[:, None, None], state.below, 0)
-    matrix = jnp.zeros_like(state.basis, shape=(most, b, most, b))
-    matrix = matrix.at[index, :, index].set(state.diagonal)
-    matrix = matrix.at[index[1:], :, index[:-1]].set(below[:-1])
-    matrix = matrix.at[index[:-1], :, index[1:]].set(below[:-1].conj().mT)
-    matrix = matrix.reshape(most * b, most * b)
     missing = jnp.sum(jnp.abs(state.basis), axis=0) == 0
-    matrix = matrix + jnp.diag(jnp.where(missing, matrix[0, 0], 0))
-    matrix = (matrix + matrix.conj().T) / 2
-    return BlockLanczos(matrix, state.below[steps - 1], state.basis)
+
+    def assembled(diagonal, below):
+        """The matrix of Hermitian blocks on the diagonal, and blocks below them."""
+        below = jnp.where((index < steps - 1)[:, None, None], below, 0)[:-1]
+        matrix = jnp.zeros_like(state.basis, shape=(most, b, most, b))
+        matrix = matrix.at[index, :, index].set(diagonal)
+        matrix = matrix.at[index[1:], :, index[:-1]].set(below)
+        matrix = matrix.at[index[:-1], :, index[1:]].set(below.conj().mT)
+        matrix = matrix.reshape(most * b, most * b)
+        return matrix + jnp.diag(jnp.where(missing, matrix[0, 0], 0))
+
+    forms, above = state.diagonal, jnp.roll(state.above, -1, axis=0)
+    one_side = jnp.tril(forms) + jnp.tril(forms, -1).conj().mT
+    return BlockLanczos(
+        matrix=assembled((forms + forms.conj().mT) / 2, state.below),
+        coupling=state.below[steps - 1],
+        again=assembled(one_side, above.conj().mT),
+        neglected=state.neglected,
+        basis=state.basis,
+    )
 
 
 def put_row(

@@ -34,6 +34,7 @@ from .quadratic_form import (
     bracket_of,
     check_domain,
     check_precision,
+    integral,
     lower_end,
     magnitude_of,
     slopes_at,
@@ -168,6 +169,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 value=deflation.value + one.value,
                 bracket=bracket + one.bracket,
                 magnitude=deflation.magnitude + one.magnitude,
+                rounding=deflation.rounding + jnp.abs(one.rounding),
                 extremes=jnp.where(length > 0, one.extremes, ends),
             )
             return whole, probes[:, 0]
@@ -303,7 +305,7 @@ class _Deflation(eqx.Module):
     """f(A) on a block Krylov space, of which the columns that are `present` in `basis`
     are deflated; all others are zero.
 
-    - `value`: the trace over them, and its `magnitude`.
+    - `value`: the trace over them, its `magnitude`, and how far `rounding` moves it.
     - `values`: of f, at the nodes.
     - `whole`: the basis of the whole space.
     """
@@ -312,6 +314,7 @@ class _Deflation(eqx.Module):
     values: Real[Array, " p"]
     value: Real[Array, ""]
     magnitude: Real[Array, ""]
+    rounding: Real[Array, ""]
     basis: Inexact[Array, "n w"]
     present: Bool[Array, " w"]
     whole: Inexact[Array, "n p"]
@@ -339,8 +342,11 @@ class _Deflation(eqx.Module):
         slopes = slopes_at(function, nodes, eps)
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
+        moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
+        rounding = jnp.abs(integral(moved, run.again, present) - value)
         compression = Compression(run.matrix, border, nodes, vectors)
-        return cls(compression, values, value, size, deflated, present, run.basis)
+        sizes = size, rounding
+        return cls(compression, values, value, *sizes, deflated, present, run.basis)
 
     def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         for _ in range(2):

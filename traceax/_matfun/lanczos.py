@@ -93,7 +93,8 @@ class Lanczos(AbstractKrylovMethod):
         weights = vectors[0] ** 2
         value = jnp.sum(weights * values)
         again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
-        again = integral(lambda x: values_at(function, x, eps), again, first)
+        moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
+        again = integral(moved, again, first)
 
         matrix = tridiagonal(run.alpha, run.beta)
         border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)

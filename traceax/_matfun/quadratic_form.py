@@ -194,15 +194,15 @@ def _sensitivity(
     compression: Compression,
     measured: Bool[Array, " w"],
 ) -> Real[Array, ""]:
-    """The change of the Gauss rule by relative errors of Ritz values of the size that a
-    factorisation makes: large where the function is steep, as the exponential of a large
-    number."""
+    """The change of the Gauss rule by errors of Ritz values of the size that products and
+    a factorisation make, which is relative to the largest of them: large where the
+    function is steep."""
     nodes = compression.nodes
-    eps = jnp.finfo(nodes.dtype).eps
-    moved = jnp.abs(values(nodes * (1 + eps**0.5)) - values(nodes))
+    error = 8 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
+    moved = jnp.abs(values(nodes + error) - values(nodes))
     lead = compression.vectors[: len(measured)] * measured[:, None]
     change = jnp.sum(moved * jnp.abs(lead) ** 2)
-    return jnp.where(jnp.isfinite(change), 8 * eps**0.5 * change, 0)
+    return jnp.where(jnp.isfinite(change), change, 0)
 
 
 def bracket_of(
