@@ -23,8 +23,10 @@ from .random_operators import (
     BATCHES,
     Call,
     calls,
+    enlarged,
     FIELDS,
     LINEAR,
+    logdet,
     LONG,
     made,
     made_on_host,
@@ -82,8 +84,11 @@ def working(call):
 
 
 def floor_of(call, matrix, size):
-    """Eight times the rounding floor of bars, as documented."""
+    """Eight times the rounding floor of bars, as documented: that of a difference counts
+    both of its terms."""
     relative = 2 * eps_of(call.dtype) + eps_of(working(call)) * call.n**0.5
+    if call.quantity == "log-difference":
+        size = size + np.abs(logdet(matrix)) + np.abs(logdet(enlarged(matrix)))
     if call.quantity in LINEAR:
         size = np.maximum(size, np.linalg.norm(matrix))
     return 8 * relative * size
