@@ -336,10 +336,9 @@ def form(function, slope, call, matrix, key):
     with np.errstate(all="ignore"):
         apart = (function(a) - function(b)) / gaps
         divided = np.where(near, slope((a + b) / 2), apart)
+        condition = nodes[-1] / nodes[0]
     inside = basis.T @ probes
-    return basis @ (divided * (inside @ inside.T)) @ basis.T / call.k, nodes[-1] / nodes[
-        0
-    ]
+    return basis @ (divided * (inside @ inside.T)) @ basis.T / call.k, condition
 
 
 FROZEN = {
