@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from traceax._kernel.dense import eigh
+from traceax._kernel.dense import eigh, svd
 from traceax._kernel.golub_kahan import (
     golub_kahan_advance,
     golub_kahan_run,
     golub_kahan_start,
 )
 from traceax._kernel.lanczos import block_lanczos, lanczos
-from traceax._kernel.quadrature import Compression, radau, ritz
+from traceax._kernel.quadrature import Compression, radau, radau_factor, ritz
 
 from .helpers import hermitian
 
@@ -59,6 +59,14 @@ def extended_rule(alpha, beta, end):
     matrix = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
     border = jnp.zeros_like(beta).at[-1].set(beta[-1])[None]
     return eigh(radau(Compression(matrix, border, *eigh(matrix)), end))
+
+
+@jax.jit
+def extended_factor(diagonal, above, end):
+    matrix = jnp.diag(diagonal) + jnp.diag(above[:-1], 1)
+    border = jnp.zeros_like(above).at[-1].set(above[-1])
+    u, s, _ = svd(matrix)
+    return radau_factor(matrix, border, u, s, end)
 
 
 def as_numpy(run):
@@ -282,3 +290,17 @@ def test_gauss_and_radau_are_exact_for_polynomials():
             weights = np.asarray(vectors)[0] ** 2
             found = run.norm**2 * np.sum(weights * np.asarray(nodes) ** degree)
             assert np.allclose(found, exact, rtol=1e-12, atol=0) == (degree <= last)
+
+
+def test_radau_is_exact_for_even_polynomials_of_singular_values():
+    """As that of the squares: of degree 2 s in these, and not one degree further."""
+    values, start, s = np.linspace(0.5, 2, N), normal(10, (N,)), 4
+    run = golub_kahan_of(np.diag(values), start, s)
+    for end in (0.0, 0.25):
+        factor = extended_factor(run.diagonal, run.above, jnp.asarray(end))
+        _, nodes, vh = np.linalg.svd(factor)
+        assert np.allclose(nodes[-1], end, rtol=1e-13, atol=1e-15)
+        for degree in range(2 * s + 2):
+            exact = start @ (values ** (2 * degree) * start)
+            found = run.norm**2 * (vh[:, 0] ** 2 @ nodes ** (2 * degree))
+            assert np.allclose(found, exact, rtol=1e-12, atol=0) == (degree <= 2 * s)

@@ -308,6 +308,58 @@ def test_ill_conditioned_in_float32():
     assert np.allclose(found.value, expected.value, rtol=3e-3)
 
 
+DECAYING = {
+    "to 1e-9": np.geomspace(1, 1e-9, 60),
+    "0.7^i": 0.7 ** np.arange(60),
+    "i^-1.5": np.arange(1.0, 61) ** -1.5,
+    "noise 1e-4": np.append(0.5 ** np.arange(8), np.linspace(1e-4, 2e-4, 52)),
+    "noise 1e-7": np.append(0.5 ** np.arange(8), np.linspace(1e-7, 2e-7, 52)),
+    "low rank": np.append(np.ones(30), np.zeros(30)),
+}
+
+
+@eqx.filter_jit
+def bounds_of(p, matrices, keys):
+    """For each matrix and key: ends of the interval without the sampling error, whether
+    it is reported to be right, and the probes."""
+
+    def one(pair):
+        matrix, key = pair
+        settings = {"k": 8, "num_steps": 14, "key": key, "throw": False}
+        solution = tx.schatten_norm(lx.MatrixLinearOperator(matrix), p, **settings)
+        right = solution.result == tx.RESULTS.successful
+        probes = tx.RademacherSampler()(key, len(matrix), 8)
+        return solution.stats["bounds"][:, 0], right, probes
+
+    return jax.lax.map(one, (matrices, keys))
+
+
+@pytest.mark.parametrize("p", [0.5, 1])
+def test_bounds_of_small_singular_values_in_float32(p):
+    """For the same probes, to the rounding floor: they hold. Where no singular value is
+    near the machine epsilon they are no wider than in float64, but for rounding, which at
+    either end is at most twice the floor where nothing is flagged and no error larger."""
+    rotations = [np.linalg.qr(general(i, (60, 60)))[0] for i in (11, 12)]
+    names, matrices = [], []
+    for name, s in DECAYING.items():
+        rotated = (rotations[0] * s) @ rotations[1].T
+        names += [name] * 6
+        matrices += [np.diag(s)] * 3 + [rotated] * 3
+    matrices, eps = np.array(matrices, np.float32), np.finfo(np.float32).eps
+    keys = jr.split(jr.key(1), len(matrices))
+    bounds, right, probes = map(np.asarray, bounds_of(p, matrices, keys))
+    assert np.all(right)
+    wide = matrices.astype(np.float64)
+    expected = np.asarray(bounds_of(p, wide, keys)[0])
+    for i, name in enumerate(names):
+        _, s, vh = np.linalg.svd(wide[i])
+        exact = np.mean(s**p @ (vh @ probes[i]) ** 2) ** (1 / p)
+        floor = (2 + 60**0.5) * eps / p * exact
+        assert bounds[i, 0] - floor <= exact <= bounds[i, 1] + floor
+        if name not in ("noise 1e-7", "low rank"):
+            assert np.ptp(bounds[i]) <= 1.01 * np.ptp(expected[i]) + 4 * floor
+
+
 @some_and_gram
 @pytest.mark.parametrize("scale", [1e-12, 1e15])
 def test_scales(name, scale):

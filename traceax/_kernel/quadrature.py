@@ -57,6 +57,28 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     return jnp.block([[matrix, border.conj().T], [border, corner]])
 
 
+def radau_factor(
+    factor: Real[Array, "s s"],
+    border: Real[Array, " s"],
+    left: Real[Array, "s s"],
+    nodes: Real[Array, " s"],
+    end: Real[Array, ""],
+) -> Real[Array, "q q"]:
+    """The same for `T = B* B`, as a factor: B of one step more, chosen such that `end`,
+    at or below the singular values, is one of them. T itself is not made, of which the
+    roundoff hides singular values below the root of the machine epsilon.
+
+    `factor` is B, whose singular values are the `nodes`, descending, with the columns of
+    `left`; `border` is the column beside it."""
+    size = nodes[0] + jnp.max(jnp.abs(border))
+    floor = jnp.finfo(factor.dtype).eps * jnp.where(size > 0, size, 1)
+    distances = jnp.maximum(nodes - end, floor) * jnp.maximum(nodes + end, floor)
+    along = jnp.matmul(border, left, precision="highest")
+    corner = end * jnp.sqrt(1 + jnp.sum(along**2 / distances))
+    below = jnp.append(jnp.zeros_like(border), corner)
+    return jnp.vstack([jnp.column_stack([factor, border]), below])
+
+
 def shorter(compression: Compression) -> Inexact[Array, "q q"]:
     """T of one step fewer, padded to the size that `radau` gives by nodes without weight
     inside the spectrum."""

@@ -84,6 +84,7 @@ class Difference(AbstractKrylovMethod):
             magnitude=a.magnitude + b.magnitude,
             rounding=a.rounding - b.rounding,
             extremes=worse(a.extremes, b.extremes),
+            unresolved=a.unresolved + b.unresolved,
         )
 
 

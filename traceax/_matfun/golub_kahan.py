@@ -14,7 +14,7 @@ from .._kernel.golub_kahan import (
     golub_kahan_start,
 )
 from .._kernel.lanczos import unit
-from .._kernel.quadrature import Compression, tridiagonal
+from .._kernel.quadrature import Compression, radau_factor, tridiagonal
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
@@ -23,6 +23,7 @@ from .quadratic_form import (
     magnitude_of,
     QuadraticForm,
     subgradients_at,
+    unresolved_of,
     values_at,
 )
 
@@ -97,26 +98,31 @@ class GolubKahan(AbstractKrylovMethod):
 
         value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
         again, *_ = gauss(run.projected_diagonal, run.projected_above)
-        # Other rules are for B* B, in units of the largest singular value so as not to
-        # overflow.
+        # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
-        diagonal, above = run.diagonal / unit_of, run.above / unit_of
-        alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-        beta = diagonal * above
+        diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
         lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
         if lower_bound is not None:
-            lower = jnp.minimum(jnp.asarray(lower_bound, s.dtype), s[-1]) / unit_of
+            known = jnp.minimum(jnp.asarray(lower_bound, s.dtype) / unit_of, nodes[-1])
+            lower = jnp.maximum(known, lower)
+        border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
+        if function.bracketed:
+            factor = jnp.diag(diagonal) + jnp.diag(above[:-1], 1)
+            _, longer, rows = svd(radau_factor(factor, border, u, nodes, lower))
+            others = function(unit_of * longer.at[-1].set(lower))
+            other = jnp.sum(rows[:, 0] ** 2 * others)
+            bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+        else:
+            alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+            beta = diagonal * above
 
-        def of_squares(squares):
-            return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
+            def of_squares(squares):
+                return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
-        edge = diagonal[run.last] * above[-1]
-        border = jnp.where(jnp.arange(len(s)) == run.last, edge, 0)
-        compression = Compression(
-            tridiagonal(alpha, beta), border[None], (s / unit_of) ** 2, vh.T
-        )
-        first = jnp.ones(1, bool)
-        bracket = bracket_of(function, value, compression, first, lower**2, of_squares)
+            edge = (diagonal[run.last] * border)[None]
+            squared = Compression(tridiagonal(alpha, beta), edge, nodes**2, vh.T)
+            first = jnp.ones(1, bool)
+            bracket = bracket_of(function, value, squared, first, lower**2, of_squares)
 
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
@@ -137,6 +143,7 @@ class GolubKahan(AbstractKrylovMethod):
             magnitude=square * magnitude_of(vh[:, 0] ** 2, s, values, slopes),
             rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
+            unresolved=square * unresolved_of(function, vh[:, 0] ** 2, s, values, eps),
         )
 
 

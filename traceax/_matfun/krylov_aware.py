@@ -179,7 +179,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
-        low, high, rounding, magnitude = errors.center[0]
+        low, high, rounding, magnitude, _ = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
         precise = check_precision(operator, moments, high - low, rounding, magnitude)
         extra = {"gradient_residual": residuals, "ritz_values": extremes}

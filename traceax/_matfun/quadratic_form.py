@@ -32,6 +32,8 @@ class QuadraticForm(eqx.Module):
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart.
+    - `unresolved`: how far it may be off where singular values cannot be told from zero,
+        or nearly so.
     - `extremes`: smallest and largest Ritz value; for operators that are not Hermitian
         those of the Hermitian part, between which the real parts of all are.
     """
@@ -45,6 +47,7 @@ class QuadraticForm(eqx.Module):
     magnitude: Real[Array, ""]
     rounding: Inexact[Array, ""]
     extremes: Real[Array, "2"]
+    unresolved: Real[Array, ""] | float = 0.0
 
 
 def values_at(
@@ -78,6 +81,26 @@ def magnitude_of(
     change = jnp.sum(weights * jnp.abs(nodes * slopes))
     change = jnp.where(jnp.isfinite(change), change, 0)
     return jnp.maximum(jnp.abs(jnp.sum(weights * values)), change)
+
+
+def unresolved_of(
+    function: AbstractSpectralFunction,
+    weights: Real[Array, " s"],
+    nodes: Real[Array, " s"],
+    values: Real[Array, " s"],
+    eps: float,
+) -> Real[Array, ""]:
+    """The change of a rule for a function of singular values if these are larger or
+    smaller by `eps` times the largest: by so much rounding errors of the products change
+    them (Weyl's inequality), and what is smaller a run takes for zero. Those that are
+    larger move in either direction, and changes of first order, of the sum of which
+    `QuadraticForm.rounding` is a sample, cancel. Those that are smaller may all be zero,
+    or none."""
+    error = eps * jnp.max(nodes)
+    up = values_at(function, nodes + error, eps) - values
+    down = values - values_at(function, jnp.maximum(nodes - error, 0), eps)
+    either, most = jnp.abs(up - down) / 2, jnp.maximum(jnp.abs(up), jnp.abs(down))
+    return jnp.sum(weights * jnp.where(nodes > error, either, most))
 
 
 def subgradients_at(
@@ -149,10 +172,12 @@ def check_precision(
     magnitude: Real[Array, ""],
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
-    reported: the standard error, and the `width` of the bracket. `rounding` and
-    `magnitude` are the means of those of the quadratic forms."""
-    std_err = jnp.hypot(moments.std_err(), operator.rounding * magnitude)
-    return failure(rounding > (std_err + width) / 2, RESULTS.precision_lost)
+    reported: the standard error, and the `width` of the bracket. Where these are below
+    the rounding floor of the standard error, up to twice that floor are as expected.
+    `rounding` and `magnitude` are the means of those of the quadratic forms."""
+    floor = operator.rounding * magnitude
+    large = jnp.maximum((moments.std_err() + width) / 2, 2 * floor)
+    return failure(rounding > large, RESULTS.precision_lost)
 
 
 def lower_end(
@@ -253,9 +278,10 @@ def bracket_of(
 
 def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
     """Bounds of the mean of quadratic forms, each with its standard error, from the
-    moments of the lower ends and the upper ends of brackets, and of roundings."""
-    low, high, rounding, *_ = errors.mean
+    moments of what `stream_forms` has of errors."""
+    low, high, rounding, _, unresolved = errors.mean
     low_std_err, high_std_err, *_ = errors.std_err()
+    rounding = rounding + unresolved
     low, high = low - rounding, high + rounding
     return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 

@@ -30,13 +30,13 @@ def stream_forms(
 ) -> Streamed:
     """Samples for the whole budget, of which `form(operator, i)` is the one of probe i,
     and that probe; with their derivatives. Beside them lower and upper ends of brackets,
-    roundings and magnitudes; Ritz values; and residuals."""
+    roundings, magnitudes and what is unresolved; Ritz values; and residuals."""
 
     def body(flat, index):
         one, probe = form(flat.frozen, index)
         frame = gradient.frame(function, one.left.T, one.right.T, probe[:, None])
         value = attach(flat, one.value, frame, execution=Local())
-        beside = jnp.stack([jnp.abs(one.rounding), one.magnitude])
+        beside = jnp.stack([jnp.abs(one.rounding), one.magnitude, one.unresolved])
         errors = jnp.append(one.bracket, beside)
         return value, (errors, one.extremes, one.residual)
 

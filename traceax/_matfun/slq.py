@@ -153,7 +153,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(form, *settings, width=most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        low, high, rounding, magnitude = errors.center[0]
+        low, high, rounding, magnitude, _ = errors.center[0]
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
