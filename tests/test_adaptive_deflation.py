@@ -205,21 +205,14 @@ def test_few_vectors_and_many_steps():
 
 
 def test_a_block_with_more_vectors_than_rows():
-    found = solve(
-        np.diag(np.arange(1.0, 6)),
-        jr.key(0),
-        3,
-        2,
-        estimator=tx.KrylovAwareEstimator(block=(9, 2)),
-    )
+    estimator = tx.KrylovAwareEstimator(block=(9, 2))
+    found = solve(np.diag(np.arange(1.0, 6)), jr.key(0), 3, 2, estimator=estimator)
     assert np.isclose(found.value, np.sum(np.sqrt(np.arange(1.0, 6))), rtol=1e-12)
 
 
 def test_a_block_is_deflated_before_an_adaptive_budget():
-    matrix, estimator = (
-        hermitian(0, SPECTRA["decaying"]),
-        tx.KrylovAwareEstimator(block=(2, 12)),
-    )
+    matrix = hermitian(0, SPECTRA["decaying"])
+    estimator = tx.KrylovAwareEstimator(block=(2, 12))
     found = solve(matrix, jr.key(4), budget(), estimator=estimator)
     assert found.result == tx.RESULTS.successful
     exact = np.sum(np.sqrt(SPECTRA["decaying"]))

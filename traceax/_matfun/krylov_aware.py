@@ -99,7 +99,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     - `sampler`: distribution of the probes, rotation invariant. What is left of a probe
         after deflation is scaled to the length that it has in the mean.
     - `block`: how many vectors are deflated from, and by how many steps of block Lanczos,
-        a pair of Python integers; or `None`, as above.
+        a pair of Python integers, 1 and 2 or more; or `None`, as above.
 
     ??? cite
 
@@ -127,8 +127,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             )
         if self.block is not None and not _is_pair(self.block):
             raise ValueError(
-                "`block` must be a pair of Python integers, 1 or more: how many vectors, "
-                f"and how many steps. Found {self.block!r}."
+                "`block` must be a pair of Python integers: how many vectors, 1 or more, "
+                f"and how many steps, 2 or more. Found {self.block!r}."
             )
 
     @property
@@ -245,11 +245,13 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         total = min(most, -(-n // b))
         start = draw_for(operator, self.sampler, key, jnp.arange(b))
 
+        def kept(steps):
+            """All blocks but the last, unless they fill the whole space."""
+            return steps - (steps * b < n)
+
         def look(run, steps):
-            kept = jnp.maximum(steps - 1, 1)
-            found = block_lanczos_run(run, steps)
-            width = max(total - 1, 1) * b
-            return _Deflation.of(function, found, steps, kept, width, eps)
+            found, width = block_lanczos_run(run, steps), kept(total) * b
+            return _Deflation.of(function, found, steps, kept(steps), width, eps)
 
         with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
             advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
@@ -315,7 +317,8 @@ def _grow(
 
 def _is_pair(block: Any) -> bool:
     numbers = isinstance(block, tuple) and len(block) == 2
-    return numbers and all(type(x) is int and x >= 1 for x in block)
+    integers = numbers and all(type(x) is int for x in block)
+    return integers and block[0] >= 1 and block[1] >= 2
 
 
 class _Seen(eqx.Module):
@@ -422,6 +425,6 @@ KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for a sampler that is not rotation invariant, and a `block` that is not a
-pair of positive Python integers.
+`ValueError` for a sampler that is not rotation invariant, and a `block` that is not such
+a pair.
 """
