@@ -234,6 +234,99 @@ def test_derivative_in_the_function():
         )(1.0)
 
 
+STEPS = tx.AdaptiveSteps(max_steps=30)
+
+
+@eqx.filter_jit
+def with_slope(matrix, scale, key, num_steps):
+    """The solution for a multiple of the matrix, and the derivative of the sum."""
+
+    def total(scale):
+        settings = {"num_steps": num_steps, "estimator": HUTCHINSON}
+        found = diagonal(scale * matrix, tx.Exp(scale), key, **settings)
+        return jnp.sum(found.value), found
+
+    slope, found = jax.grad(total, has_aux=True)(scale)
+    return slope, found
+
+
+@pytest.mark.parametrize("largest", [1.5, 4.0, 20.0])
+def test_chosen_steps_are_enough_and_few(largest):
+    """Their error, beside dense arithmetic, is below a tenth of that of k signs, and that
+    of a third of them is not."""
+    matrix, k = hermitian(0, np.linspace(-1, largest, N)), 12
+    _, found = with_slope(matrix, 1.0, KEY, STEPS)
+    steps = int(found.stats["num_steps"])
+    assert found.stats["num_matvecs"] == (k + 2) * steps
+    nodes, vectors = np.linalg.eigh(matrix)
+    function = (vectors * np.exp(nodes)) @ vectors.T
+    variation = np.sum(function**2) - np.trace(function) ** 2 / N
+    target = np.sqrt(variation / (N * k))
+    signs = np.sign(np.random.default_rng(0).standard_normal((20, N)))
+
+    def error(steps):
+        errors = []
+        for z in signs:
+            basis = krylov_vectors(matrix, z, steps)
+            small, inside = np.linalg.eigh(basis.T @ matrix @ basis)
+            first = (inside * np.exp(small)) @ (inside.T @ (basis.T @ z))
+            errors.append(basis @ first - function @ z)
+        return np.sqrt(np.mean(np.square(errors)))
+
+    assert error(steps) < 0.1 * target
+    assert error(steps // 3) > 0.1 * target
+    assert found.stats["truncation_error"] < 0.15 * target
+    exact = np.diag(function)
+    assert np.linalg.norm(found.value - exact) < 2 * np.sqrt(N) * target
+
+
+def krylov_vectors(matrix, vector, steps):
+    """Orthonormal, since powers would not be independent in floating point."""
+    vectors = [vector / np.linalg.norm(vector)]
+    for _ in range(steps - 1):
+        following = matrix @ vectors[-1]
+        for _ in range(2):
+            for v in vectors:
+                following = following - (v @ following) * v
+        vectors.append(following / np.linalg.norm(following))
+    return np.stack(vectors, axis=1)
+
+
+def test_value_and_derivative_are_those_of_as_many_steps():
+    matrix = hermitian(0, np.linspace(-1, 4, N))
+    slope, found = with_slope(matrix, 1.1, KEY, STEPS)
+    expected_slope, expected = with_slope(matrix, 1.1, KEY, int(found.stats["num_steps"]))
+    assert np.allclose(found.value, expected.value, rtol=1e-10)
+    assert np.isclose(slope, expected_slope, rtol=1e-10)
+
+
+def test_chosen_steps_reach_a_tolerance_or_tell():
+    """A tolerance for which signs are enough; two steps are not."""
+    matrix = jnp.asarray(hermitian(0, np.geomspace(0.3, 2, N)))
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    adaptive = tx.Adaptive(rtol=0.25, max_k=38, round_size=6)
+    settings = {"k": adaptive, "estimator": HUTCHINSON}
+    found = diagonal(matrix, tx.Inverse(), KEY, num_steps=STEPS, **settings)
+    assert found.result == tx.RESULTS.successful
+    assert 4 < found.stats["num_steps"] < 20
+    size = np.linalg.norm(exact)
+    assert np.linalg.norm(found.value - exact) < 0.25 * size
+    assert found.stats["truncation_error"] < 0.04 * size / np.sqrt(N)
+    few = tx.AdaptiveSteps(max_steps=2)
+    found = diagonal(matrix, tx.Inverse(), KEY, num_steps=few, **settings)
+    assert found.stats["num_steps"] == 2
+    assert found.result == tx.RESULTS.max_steps_reached
+
+
+def test_preconditioner_makes_the_chosen_steps_few():
+    matrix = kernel()
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    settings = {"preconditioner": nystrom(matrix), "num_steps": STEPS}
+    found = diagonal(matrix, tx.Inverse(), KEY, estimator=HUTCHINSON, **settings)
+    assert found.stats["num_steps"] == 4
+    assert np.linalg.norm(found.value - exact) < 0.02 * np.linalg.norm(exact)
+
+
 def test_products_are_counted():
     calls, matrix = [], kernel()
 
@@ -290,7 +383,7 @@ SETTINGS = {"k": 6, "num_steps": 3, "key": KEY}
         ({"operator": matrix_free(jnp.eye(N))}, ValueError, "must be Hermitian"),
         ({"function": 3}, TypeError, "`function`"),
         ({"num_steps": 0}, ValueError, "`num_steps` must be at least 1"),
-        ({"num_steps": tx.AdaptiveSteps()}, TypeError, "`num_steps` must be an integer"),
+        ({"num_steps": 2.5}, TypeError, "`num_steps` must be an integer"),
         ({"key": None}, ValueError, "`key` is missing"),
         ({"estimator": tx.SLQEstimator()}, TypeError, "`estimator` must be an instance"),
         ({"preconditioner": 3}, TypeError, "`preconditioner` must be an instance"),

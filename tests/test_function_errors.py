@@ -245,6 +245,12 @@ def test_krylov_aware_with_a_sampler_that_does_not_fit():
     check(ValueError, parts, lambda: tx.KrylovAwareEstimator(tx.RademacherSampler()))
 
 
+@pytest.mark.parametrize("block", [3, (3,), (0, 4), (3, 1), (3, 2.0), (True, 4)])
+def test_krylov_aware_with_a_block_that_is_no_pair(block):
+    parts = ["`block` must be a pair of Python integers", f"Found {block!r}"]
+    check(ValueError, parts, lambda: tx.KrylovAwareEstimator(block=block))
+
+
 @pytest.mark.parametrize("estimator", [tx.SLQEstimator, tx.KrylovAwareEstimator])
 def test_sampler_does_not_fit_the_operator(estimator):
     sampler = tx.NormalSampler(jnp.complex128)

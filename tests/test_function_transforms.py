@@ -771,7 +771,10 @@ def test_zeros_on_the_diagonal_of_a_tridiagonal_operator():
 
 
 def scaled(name, matrix, scale):
-    solution = solution_of(name, scale * matrix, KEY, k=8, throw=False)
+    # With 5 steps the deflated space would be the whole one, and all error rounding.
+    num_steps = 3 if name == "krylov-logdet" else 5
+    settings = {"k": 8, "num_steps": num_steps, "throw": False}
+    solution = solution_of(name, scale * matrix, KEY, **settings)
     return solution.value - N * jnp.log(scale), solution.std_err
 
 

@@ -8,20 +8,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_instance, check_operator, check_positive
+from ._checks import check_hermitian, check_instance, check_operator
 from ._estimator.auto_diagonal import AutoDiagonalEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
-from ._flat import dtypes, flatten, hermitian_tag, unflatten
+from ._flat import dtypes, flatten, freeze, hermitian_tag, unflatten
+from ._kernel.lanczos import Lanczos as LanczosRun
 from ._matfun.callables import as_spectral_function
 from ._matfun.function_of import Action
 from ._matfun.functions import AbstractSpectralFunction, Inverse
+from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.quadratic_form import check_domain, how_outside
+from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess
 from ._quantity import AbstractQuantity, Diagonal
 from ._sampler import draw_for, RademacherSampler
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
@@ -54,16 +57,19 @@ class _Between(eqx.Module):
             return vector
         return self.preconditioner.power(-0.5, vector)
 
-    def look(self, vector: Inexact[Array, " n"]) -> tuple[Array, Array, Array, Array]:
-        """The product, the smallest and the largest Ritz value, and about how large the
-        errors of an entry are: that of truncation, and that of rounding."""
-        action = eqx.tree_at(
-            lambda x: x.operator, self.action, self.action.operator.frozen
-        )
-        run, nodes, vectors = action.run(self.outside(vector))
-        product = self.outside(action.applied(run, nodes, vectors))
-        errors = jax.vmap(self.outside)(action.errors(run, nodes, vectors))
-        sizes = jnp.linalg.norm(errors, axis=1) / vector.size**0.5
+    def after(self, steps: Int[Array, ""]) -> _Between:
+        """The same, by so many steps."""
+        return eqx.tree_at(lambda x: x.action.steps, self, steps)
+
+    def look(
+        self, run: LanczosRun, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
+    ) -> tuple[Array, Array, Array, Array]:
+        """Of a run from `outside(vector)`: the product, the smallest and the largest Ritz
+        value, and about how large the errors of an entry are: that of truncation, and
+        that of rounding."""
+        product = self.outside(self.action.applied(run, nodes, vectors))
+        errors = jax.vmap(self.outside)(self.action.errors(run, nodes, vectors))
+        sizes = jnp.linalg.norm(errors, axis=1) / product.size**0.5
         extremes = jnp.stack([nodes[0], nodes[-1]])
         return product, extremes, jnp.max(sizes[:3]), jnp.max(sizes[3:])
 
@@ -74,7 +80,7 @@ class _DiagonalOfFunction(AbstractTask):
     estimator: AbstractTraceEstimator
     quantity: AbstractQuantity
     function: AbstractSpectralFunction
-    num_steps: int = eqx.field(static=True)
+    num_steps: int | AdaptiveSteps
     preconditioner: AbstractPreconditioner | None
 
     @property
@@ -107,8 +113,15 @@ class _DiagonalOfFunction(AbstractTask):
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
             flat, function = outer.apply_to(flat), _BeyondOne()
             known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
-        action = Action(flat, function, self.num_steps)
+        most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
+        if isinstance(most, AdaptiveSteps):
+            most = most.max_steps
+        action = Action(flat, function, most, most)
         product = _Between(action, jax.lax.stop_gradient(outer))
+        probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
+        if adaptive:
+            steps = self._choose(product, probe, jnp.mean(known), k, execution)
+            product, spent = product.after(steps), spent + steps
         real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
         tags = [lx.symmetric_tag if real else hermitian_tag]
         if function.nonnegative:
@@ -117,8 +130,9 @@ class _DiagonalOfFunction(AbstractTask):
         of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
         estimate = self.estimator.measure(self.quantity, of_function, k, key, execution)
 
-        probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
-        pilot, extremes, truncated, rounding = product.look(jax.lax.stop_gradient(probe))
+        constant = freeze(product)
+        run = constant.action.run(constant.outside(jax.lax.stop_gradient(probe)))
+        pilot, extremes, truncated, rounding = constant.look(*run)
         in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
@@ -129,14 +143,56 @@ class _DiagonalOfFunction(AbstractTask):
         precise = failure(rounding > 0.02 * size, RESULTS.precision_lost)
         ends = jnp.stack([value.real - error, value.real + error])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
+        extra, wide = {"ritz_values": extremes, "truncation_error": error}, None
+        if adaptive:
+            extra["num_steps"] = product.action.steps
+            if isinstance(k, Adaptive):
+                aimed = self._tolerance(k, jax.lax.stop_gradient(value))
+                missed = excess(truncated - rounding, aimed) > 1
+                wide = failure(missed, RESULTS.max_steps_reached)
         return dataclasses.replace(
             estimate,
             value=value,
-            num_matvecs=(estimate.num_matvecs + 1) * self.num_steps + spent,
-            result=first_failure(in_domain, elsewhere, precise, estimate.result),
-            extra=estimate.extra | {"ritz_values": extremes, "truncation_error": error},
+            num_matvecs=(estimate.num_matvecs + 1) * product.action.steps + spent,
+            result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
+            extra=estimate.extra | extra,
             bounds=jnp.stack([ends, bars], axis=1),
         )
+
+    def _choose(
+        self,
+        product: _Between,
+        probe: Inexact[Array, " n"],
+        known: Inexact[Array, ""],
+        k: int | Adaptive,
+        execution: AbstractExecution,
+    ) -> Int[Array, ""]:
+        """So many steps that the error of truncation is a share of the target: of the
+        tolerance, for a diagonal of equal entries with the trace that the probe sees, or
+        of the standard error of k random signs. `known` is the mean of what is added."""
+        assert isinstance(self.num_steps, AdaptiveSteps)
+        constant, flat = freeze((product, known, k)), product.action.operator
+
+        def look(_, state, made):
+            product, known, k = constant
+            product = product.after(made)
+            image, _, truncated, rounding = product.look(*product.action.read(state))
+            mean = jnp.vdot(probe, image, precision="highest") / flat.size
+            if isinstance(k, Adaptive):
+                aimed = self._tolerance(k, jnp.full_like(image, mean + known))
+            else:
+                deviation = jnp.linalg.norm(image - mean * probe)
+                aimed = deviation / (flat.size * k) ** 0.5
+            return excess(truncated - rounding, aimed)
+
+        start = product.outside(probe)
+        return choose_steps(self.num_steps, Lanczos(), flat, start, 4, look, execution)
+
+    def _tolerance(self, k: Adaptive, value: Inexact[Array, " n"]) -> Real[Array, ""]:
+        """What errors of all entries may be, if they are alike."""
+        entries = value, jnp.ones_like(value)
+        size, one = (k.size(self.quantity.present(x, x)[0]) for x in entries)
+        return k.tolerance(size) / one.real
 
 
 def diagonal_of_function(
@@ -145,7 +201,7 @@ def diagonal_of_function(
     estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     preconditioner: AbstractPreconditioner | None = None,
     execution: AbstractExecution = Local(),
@@ -198,7 +254,10 @@ def diagonal_of_function(
         [`traceax.Adaptive`][]. With `k >= n` the answer is exact, from n products with
         `operator` and a dense factorisation.
     - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
-        count as n.
+        count as n. Or [`traceax.AdaptiveSteps`][], as by default: the error of the Krylov
+        approximation is then a share of the tolerance, or of the standard error of `k`
+        random signs. Where `estimator` is far more accurate than those, pass a number or
+        a smaller `share`.
     - `preconditioner`: for `Inverse()` of an operator tagged positive semidefinite. See
         [`traceax.nystrom_preconditioner`][].
 
@@ -206,15 +265,16 @@ def diagonal_of_function(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
     structure, from at most `(k + 1) * num_steps` products: one more run looks at the
-    spectrum. Memory is that of `estimator`, and `num_steps` vectors for each probe of a
-    block. `std_err` is the sampling error; [`traceax.Solution.interval`][] counts the
-    error of the Krylov approximation too. `stats` has, beside the entries described
-    there,
+    spectrum, and with [`traceax.AdaptiveSteps`][] another one chooses their number.
+    Memory is that of `estimator`, and `num_steps` vectors for each probe of a block.
+    `std_err` is the sampling error; [`traceax.Solution.interval`][] counts the error of
+    the Krylov approximation too. `stats` has, beside the entries described there,
 
     - `"ritz_values"`: the smallest and the largest of that run (of M, if there is a
         preconditioner);
     - `"truncation_error"`: an estimate, not a bound, of the root-mean-square error of
-        the entries of one product, from the Krylov approximation and rounding in it.
+        the entries of one product, from the Krylov approximation and rounding in it;
+    - `"num_steps"`, with [`traceax.AdaptiveSteps`][].
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
     estimates of those of the diagonal, as those of [`traceax.function_of`][]. The
@@ -228,14 +288,14 @@ def diagonal_of_function(
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding may change the second digit; a product was not
-        finite.
+        finite; a tolerance was not reached.
     """
     check_operator(operator)
     check_hermitian(operator)
     check_instance(
         "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"
     )
-    num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
+    num_steps = check_steps(num_steps, operator.in_size())
     function = as_spectral_function(function, dtypes(operator)[0])
     if preconditioner is not None:
         _check_preconditioner(preconditioner, operator, function)

@@ -99,8 +99,7 @@ class FlatOperator(eqx.Module):
     @property
     def frozen(self) -> "FlatOperator":
         """The same operator, constant to all derivatives."""
-        arrays, static = eqx.partition(self, eqx.is_array)
-        return eqx.combine(jax.lax.stop_gradient(arrays), static)
+        return freeze(self)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """A v for a flat vector v, of shape `(n,)`."""
@@ -111,6 +110,12 @@ class FlatOperator(eqx.Module):
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
         (product,) = jax.linear_transpose(self.fn, like)(vector.conj())
         return product.conj()
+
+
+def freeze(tree: PyTree) -> PyTree:
+    """The same PyTree, constant to all derivatives; its leaves may be anything."""
+    arrays, static = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), static)
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:

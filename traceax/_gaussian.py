@@ -14,7 +14,15 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 from ._adaptive import Adaptive
 from ._checks import check_instance, check_operator
 from ._execution import AbstractExecution, Local
-from ._flat import dtypes, FlatOperator, flatten, from_flat, is_complex, to_flat
+from ._flat import (
+    dtypes,
+    FlatOperator,
+    flatten,
+    freeze,
+    from_flat,
+    is_complex,
+    to_flat,
+)
 from ._gradient import attach, FirstOrderFrame
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
@@ -101,7 +109,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         smallest = known["ritz_values"][0]
     else:
         smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
-    settings = _constant(preconditioner), smallest, solver
+    settings = freeze(preconditioner), smallest, solver
     found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
     quadratic, left_over = _quadratic_form(flat, right, found)
 
@@ -140,13 +148,8 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         failure(quadratic < 0, RESULTS.not_positive_definite),
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
-    std_err, stats = _constant((std_err, stats))
+    std_err, stats = freeze((std_err, stats))
     return Solution(value, std_err, result, stats, determinant.state)
-
-
-def _constant(tree: PyTree) -> PyTree:
-    arrays, static = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(jax.lax.stop_gradient(arrays), static)
 
 
 def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:

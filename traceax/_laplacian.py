@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -14,7 +13,7 @@ from ._adaptive import Adaptive
 from ._checks import check_point
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, Local
-from ._flat import dtypes, FlatFunction, flatten, from_flat, to_flat
+from ._flat import dtypes, FlatFunction, flatten, freeze, from_flat, to_flat
 from ._kernel.taylor import second_derivative
 from ._moments import Moments
 from ._operator.curvature import check_scalar, hessian
@@ -159,9 +158,7 @@ class _Laplacian(AbstractTask):
             return draw(RademacherSampler(), needed(key), indices, size, dtype).T
 
         # For the error bar alone: compiled programs that do not use it leave them out.
-        arrays, static = eqx.partition(self, eqx.is_array)
-        frozen: _Laplacian = eqx.combine(jax.lax.stop_gradient(arrays), static)
-        samples = frozen._along_each(directions, k)
+        samples = freeze(self)._along_each(directions, k)
         return Estimate(
             value=self._along(lambda i: scale * directions(i), k) / (k * scale**2),
             std_err=Moments.of(samples).std_err(),

@@ -5,13 +5,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._checks import check_hermitian, check_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
 from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences
-from .._kernel.lanczos import Lanczos, lanczos
+from .._kernel.lanczos import (
+    Lanczos,
+    lanczos_advance,
+    lanczos_run,
+    lanczos_start,
+    LanczosState,
+)
 from .._kernel.quadrature import (
     apply_to_first,
     Compression,
@@ -26,11 +32,13 @@ from .quadratic_form import outside_domain, slopes_at, values_at
 
 
 class Action(eqx.Module):
-    """`v -> f(A) v`, by Lanczos from v."""
+    """`v -> f(A) v`, by `steps` steps of Lanczos from v, for which room is made for
+    `most`."""
 
     operator: FlatOperator
     function: AbstractSpectralFunction
-    num_steps: int = eqx.field(static=True)
+    most: int = eqx.field(static=True)
+    steps: Int[Array, ""] | int
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         arrays, static = eqx.partition(self, eqx.is_array)
@@ -66,7 +74,14 @@ class Action(eqx.Module):
         self, vector: Inexact[Array, " n"]
     ) -> tuple[Lanczos, Real[Array, " s"], Real[Array, "s s"]]:
         flat = self.operator
-        run = lanczos(flat.mv, vector, self.num_steps, eps=flat.eps)
+        state = lanczos_start(vector, self.most)
+        return self.read(lanczos_advance(flat.mv, state, 0, self.steps, eps=flat.eps))
+
+    def read(
+        self, state: LanczosState
+    ) -> tuple[Lanczos, Real[Array, " s"], Real[Array, "s s"]]:
+        """A run that has made `steps` steps, with its Ritz values and their vectors."""
+        run = lanczos_run(state, self.steps)
         return run, *ritz(run.alpha, run.beta)
 
     def errors(
@@ -269,5 +284,5 @@ def function_of(
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:
         tags.append(lx.positive_semidefinite_tag)
-    action = Action(flat, function, num_steps)
+    action = Action(flat, function, num_steps, num_steps)
     return unflatten(action, operator.in_structure(), flat.dtype, frozenset(tags))

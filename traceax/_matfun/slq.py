@@ -1,15 +1,13 @@
 import dataclasses
 from typing import ClassVar
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive, largest_budget
 from .._checks import check_instance
 from .._execution import AbstractExecution
-from .._flat import FlatOperator
+from .._flat import FlatOperator, freeze
 from .._gradient import attach_derivative
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
@@ -132,8 +130,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         if isinstance(num_steps, AdaptiveSteps):
             most, least = num_steps.max_steps, 1 if function.bracketed else 4
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            arrays, static = eqx.partition((function, bound), eqx.is_array)
-            constants = eqx.combine(jax.lax.stop_gradient(arrays), static)
+            constants = freeze((function, bound))
 
             def look(flat, state, made):
                 form = krylov.read(flat, state, made, *constants, columns=1)

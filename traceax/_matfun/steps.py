@@ -22,7 +22,8 @@ class AdaptiveSteps(eqx.Module):
     the standard error of a mean over `k` probes,
     $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as that probe estimates
     it. All probes then make as many steps, `stats["num_steps"]`. The first run costs as
-    many products again as one probe.
+    many products again as one probe. For [`traceax.diagonal_of_function`][] an estimate
+    of the error of a product takes the place of the bracket.
 
     One compiled program serves all numbers of steps up to `max_steps`. Its buffers and
     its small factorisations have that size: `max_steps**3` operations for each probe.
