@@ -260,9 +260,9 @@ for num_steps in (4, 8, 16):
     print(f"{num_steps:3} steps: error {error:8.1e}, standard error {bar:.1e}")
 
 # %% [markdown]
-# The error falls with the steps, and is far above the standard error: so few steps are
-# not enough, however narrow the bar. With the 20 probes and 20 steps from above it had
-# fallen below the bar.
+# The error falls with the steps, and is above the standard error: so few steps are not
+# enough, however narrow the bar. With the 20 probes and 20 steps from above it was below
+# a billionth.
 #
 # ## What every edge contributes
 #

@@ -16,7 +16,7 @@ from traceax._kernel.lanczos import (
     block_lanczos_run,
     block_lanczos_start,
 )
-from traceax._matfun.krylov_aware import _Deflation
+from traceax._matfun.deflation import Deflation
 
 from .helpers import hermitian, matrix_free, PSD, z_score
 
@@ -236,7 +236,7 @@ def bracket_of_deflated(matrix, start, function, lower, steps, kept):
     state = block_lanczos_advance(lambda x: matrix @ x, state, 0, steps, eps=eps)
     run = block_lanczos_run(state, steps)
     width = most * start.shape[1]
-    deflation = _Deflation.of(function, run, steps, kept, width, eps)
+    deflation = Deflation.of(function, run, steps, kept, width, eps)
     return deflation.basis, deflation.bracket(function, lower)
 
 

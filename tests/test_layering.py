@@ -25,7 +25,7 @@ LEVELS = [
     "_execution _kernel.* _matfun.callables _matfun.singular_functions",
     "_gradient _sharded _iterate",
     "_exact _matfun.quadratic_form _matfun.gradients",
-    "_solve _matfun.all_eigenvalues _matfun.krylov _matfun.function_of",
+    "_solve _matfun.all_eigenvalues _matfun.deflation _matfun.krylov _matfun.function_of",
     "_matfun.steps _matfun.arnoldi _matfun.lanczos _matfun.golub_kahan",
     "_estimator.base _matfun.base _matfun.preconditioner _matfun.samples",
     "_estimator.sketch",

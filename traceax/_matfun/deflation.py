@@ -1,0 +1,100 @@
+"""The trace of a function on a block Krylov space, which is deflated."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from .._kernel.dense import eigh
+from .._kernel.lanczos import BlockLanczos
+from .._kernel.quadrature import Compression
+from .functions import AbstractSpectralFunction
+from .quadratic_form import bracket_of, integral, magnitude_of, slopes_at, values_at
+
+
+class Seen(eqx.Module):
+    """The deflated part of the squared Frobenius norm of f(A), less a multiple of the
+    identity, which adds no variance; and about the size of the trace."""
+
+    norm: Real[Array, ""]
+    size: Real[Array, ""]
+
+
+class Deflation(eqx.Module):
+    """f(A) on a block Krylov space, of which the columns that are `present` in `basis`
+    are deflated; all others are zero.
+
+    - `value`: the trace over them, its `magnitude`, and how far `rounding` moves it.
+    - `values`: of f, at the nodes.
+    - `whole`: the basis of the whole space.
+    """
+
+    compression: Compression
+    values: Real[Array, " p"]
+    value: Real[Array, ""]
+    magnitude: Real[Array, ""]
+    rounding: Real[Array, ""]
+    basis: Inexact[Array, "n w"]
+    present: Bool[Array, " w"]
+    whole: Inexact[Array, "n p"]
+
+    @classmethod
+    def of(
+        cls,
+        function: AbstractSpectralFunction,
+        run: BlockLanczos,
+        steps: Int[Array, ""],
+        kept: Int[Array, ""],
+        width: int,
+        eps: float,
+    ) -> "Deflation":
+        """Of `steps` steps, with the first `kept` blocks deflated."""
+        b, p = len(run.coupling), run.basis.shape[1]
+        border = jnp.zeros_like(run.coupling, shape=(b, p))
+        at = jnp.zeros_like(steps), (steps - 1) * b
+        border = jax.lax.dynamic_update_slice(border, run.coupling, at)
+        nodes, vectors = eigh(run.matrix)
+        basis = run.basis[:, :width]
+        present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
+        values = values_at(function, nodes, eps)
+        weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
+        slopes = slopes_at(function, nodes, eps)
+        size = magnitude_of(weights, nodes, values, slopes)
+        value, deflated = jnp.sum(weights * values), basis * present
+        moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
+        rounding = jnp.abs(integral(moved, run.again, present) - value)
+        compression = Compression(run.matrix, border, nodes, vectors)
+        sizes = size, rounding
+        return cls(compression, values, value, *sizes, deflated, present, run.basis)
+
+    def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+        for _ in range(2):
+            probes = probes - self.basis @ (self.basis.conj().T @ probes)
+        return probes
+
+    @property
+    def lead(self) -> Inexact[Array, "w p"]:
+        return self.compression.vectors[: len(self.present)] * self.present[:, None]
+
+    def bracket(
+        self, function: AbstractSpectralFunction, lower: Real[Array, ""]
+    ) -> Real[Array, "2"]:
+        return bracket_of(function, self.value, self.compression, self.present, lower)
+
+    def left(
+        self, function: AbstractSpectralFunction, eps: float
+    ) -> Inexact[Array, "n w"]:
+        slopes = slopes_at(function, self.compression.nodes, eps)
+        return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
+
+    def seen(self) -> Seen:
+        """The norm is that of the deflated rows and columns, less the mean of f over the
+        first block, which is random. This mean times n, or the deflated part if that is
+        larger, stands for the trace."""
+        b, n = len(self.compression.border), len(self.basis)
+        first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
+        mean = jnp.sum(first * self.values) / b
+        weighted = (self.values - mean) * self.lead
+        inside = weighted @ self.lead.conj().T
+        norm = 2 * jnp.sum(jnp.abs(weighted) ** 2) - jnp.sum(jnp.abs(inside) ** 2)
+        return Seen(norm, jnp.maximum(jnp.abs(self.value), n * jnp.abs(mean)))
