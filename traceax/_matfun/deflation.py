@@ -1,5 +1,7 @@
 """The trace of a function on a block Krylov space, which is deflated."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 from .._kernel.dense import eigh
 from .._kernel.lanczos import BlockLanczos
 from .._kernel.quadrature import Compression
+from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .quadratic_form import bracket_of, integral, magnitude_of, slopes_at, values_at
 
@@ -80,6 +83,10 @@ class Deflation(eqx.Module):
         self, function: AbstractSpectralFunction, lower: Real[Array, ""]
     ) -> Real[Array, "2"]:
         return bracket_of(function, self.value, self.compression, self.present, lower)
+
+    def check_precision(self, magnitude: Real[Array, ""]) -> Any:
+        """Whether rounding changes the second digit; what is less is in the bar."""
+        return failure(self.rounding > 0.02 * magnitude, RESULTS.precision_lost)
 
     def left(
         self, function: AbstractSpectralFunction, eps: float

@@ -141,18 +141,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        if not _LANCZOS.fits(operator, function):
-            raise ValueError(
-                "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
-                f"function of its eigenvalues. {found(operator, function)} Tag it if it "
-                "is, or use `traceax.SLQEstimator`."
-            )
-        if isinstance(num_steps, AdaptiveSteps):
-            raise ValueError(
-                "`KrylovAwareEstimator` needs an integer as `num_steps`. Found "
-                "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
-                "`traceax.SLQEstimator`."
-            )
+        num_steps = _check(operator, function, num_steps)
         deflated = self._deflate(operator, function, k, num_steps, key, execution)
         n, b, deflation, rest = operator.size, deflated.b, deflated.deflation, deflated.k
         lower = lower_end(function, deflation.compression, None, operator.eps)
@@ -178,7 +167,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 value=deflation.value + one.value,
                 bracket=bracket + one.bracket,
                 magnitude=deflation.magnitude + one.magnitude,
-                rounding=deflation.rounding + jnp.abs(one.rounding),
                 extremes=jnp.where(length > 0, one.extremes, ends),
             )
             return whole, probes[:, 0]
@@ -190,7 +178,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         extremes = span(jnp.stack([extremes, ends]))
         low, high, rounding, magnitude, _ = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(operator, moments, high - low, rounding, magnitude)
+        width = high - low + 2 * deflation.rounding
+        precise = check_precision(operator, moments, width, rounding, magnitude)
+        precise = first_failure(precise, deflation.check_precision(magnitude))
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
@@ -211,7 +201,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
         return Estimate(
             value=attach_derivative(moments.mean, mean),
-            std_err=moments.std_err(),
+            std_err=jnp.hypot(moments.std_err(), deflation.rounding),
             samples=streamed.samples,
             num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,
@@ -220,7 +210,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             extra=extra | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),
             probes=probes,
-            bounds=bounds_of(errors),
+            bounds=bounds_of(errors, deflation.rounding),
         )
 
     def _deflate(
@@ -279,6 +269,26 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         rounds = max(2, k.max_k // (2 * b))
         rest = dataclasses.replace(k, max_k=k.max_k - rounds * b)
         return b, 2 * num_steps, rounds * num_steps, rest
+
+
+def _check(
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    num_steps: int | AdaptiveSteps,
+) -> int:
+    if not _LANCZOS.fits(operator, function):
+        raise ValueError(
+            "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
+            f"function of its eigenvalues. {found(operator, function)} Tag it if it "
+            "is, or use `traceax.SLQEstimator`."
+        )
+    if isinstance(num_steps, AdaptiveSteps):
+        raise ValueError(
+            "`KrylovAwareEstimator` needs an integer as `num_steps`. Found "
+            "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
+            "`traceax.SLQEstimator`."
+        )
+    return num_steps
 
 
 def _grow(

@@ -173,10 +173,10 @@ def check_precision(
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
     reported: the standard error, and the `width` of the bracket. Where these are below
-    the rounding floor of the standard error, up to four times that floor are as expected.
+    the rounding floor of the standard error, up to twice that floor are as expected.
     `rounding` and `magnitude` are the means of those of the quadratic forms."""
     floor = operator.rounding * magnitude
-    large = jnp.maximum((moments.std_err() + width) / 2, 4 * floor)
+    large = jnp.maximum((moments.std_err() + width) / 2, 2 * floor)
     return failure(rounding > large, RESULTS.precision_lost)
 
 
@@ -276,12 +276,14 @@ def bracket_of(
     return jnp.stack([low, high])
 
 
-def bounds_of(errors: Moments) -> Real[Array, "2 2"]:
+def bounds_of(
+    errors: Moments, common: Real[Array, ""] | float = 0.0
+) -> Real[Array, "2 2"]:
     """Bounds of the mean of quadratic forms, each with its standard error, from the
-    moments of what `stream_forms` has of errors."""
+    moments of what `stream_forms` has of errors, and a rounding error `common` to all."""
     low, high, rounding, _, unresolved = errors.mean
     low_std_err, high_std_err, *_ = errors.std_err()
-    rounding = rounding + unresolved
+    rounding = rounding + unresolved + common
     low, high = low - rounding, high + rounding
     return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 
