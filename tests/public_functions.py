@@ -145,7 +145,7 @@ def diagonal_of_inverse(matrix, key, throw=True):
 
 
 def difference(matrix, key, throw=True):
-    pair = dense(matrix), dense(2 * matrix)
+    pair = dense(matrix), dense(matrix @ matrix)
     settings = SETTINGS | {"key": key, "throw": throw}
     return arrays_of(tx.trace_difference(*pair, tx.Log(), **settings))
 

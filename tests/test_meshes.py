@@ -169,7 +169,8 @@ def test_slq():
 
 @pytest.mark.parametrize("dtype", [jnp.complex128, jnp.float32])
 def test_slq_with_fewer_probes_than_devices(dtype):
-    rtol = 1e-5 if dtype == jnp.float32 else 1e-13
+    # The bar is a difference of samples, and has their rounding errors.
+    rtol = 3e-5 if dtype == jnp.float32 else 1e-13
     check(logdet(3), positive_definite(N, dtype), 8, rtol=rtol)
 
 

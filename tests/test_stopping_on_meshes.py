@@ -149,4 +149,4 @@ def test_one_collective():
         return trace(matrix, tx.HutchinsonEstimator(), SHARDED).value
 
     found = collectives(jax.jit(value).lower(DECAYING).compile())
-    assert found == [("all-reduce", (4, 5))], found
+    assert found == [("all-reduce", (4, 6))], found
