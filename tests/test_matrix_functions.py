@@ -410,6 +410,37 @@ def test_gradient_by_solves_equals_that_by_lanczos(function):
         assert np.isclose(found, exact, rtol=1e-9)
 
 
+def second_by_solves(matrix, direction, scale, function):
+    gradient = tx.SolveGradient(lx.CG(rtol=1e-6, atol=1e-6))
+    settings = {"k": 5, "num_steps": N, "key": KEY, "gradient": gradient}
+
+    def value(t):
+        return trace_of(scale * (matrix + t * direction), function, **settings).value
+
+    return jax.grad(jax.grad(value))(0.0)
+
+
+@pytest.mark.parametrize("function", [tx.Log(), tx.Inverse()])
+def test_second_derivative_by_solves_at_any_scale(function):
+    """By reverse mode over reverse mode, with solves for cotangents of any size, against
+    the derivative of `z* f'(A) dA z` in `f'(A)` alone."""
+    matrix = hermitian(11, np.linspace(1, 4, N))
+    direction = hermitian(12, np.linspace(1, 2, N))
+    found = [
+        np.asarray(compiled(second_by_solves, matrix, direction, scale, function))
+        * (scale if function == tx.Inverse() else 1)
+        for scale in (1.0, 1e6, 1e12)
+    ]
+    assert np.allclose(found, found[0], rtol=1e-5)
+    inverse = np.linalg.inv(matrix)
+    slope = -inverse @ direction @ inverse
+    if function == tx.Inverse():
+        slope = -slope @ inverse - inverse @ slope
+    probes = seen_by(N, 5)
+    exact = np.mean(np.sum(probes * (slope @ direction @ probes), axis=0))
+    assert np.isclose(found[0], exact, rtol=1e-5)
+
+
 def general(seed, dtype):
     normal = np.random.default_rng(seed).standard_normal((2, N, N))
     if np.issubdtype(dtype, np.complexfloating):

@@ -31,6 +31,7 @@ from jaxtyping import Array, Inexact, Real
 
 from ._execution import AbstractExecution
 from ._flat import FlatOperator
+from ._kernel.dense import normalise
 from ._quantity import AbstractQuantity, Trace
 
 
@@ -88,8 +89,9 @@ class SolvedFrame(AbstractFrame):
     """L is `coefficient * A^(-num_solves) R`, with the adjoint of A if that is not
     Hermitian positive definite, by linear solves that can be differentiated again.
 
-    The solves are with `A / unit`, because the tolerances of a solver are relative to
-    one, and `lineax.CG` breaks down where all eigenvalues are much below one.
+    The solves are with `A / unit`, and of vectors of size one, because the tolerances of
+    a solver are relative to one, and `lineax.CG` breaks down where all eigenvalues are
+    much below one.
     """
 
     right: Inexact[Array, "n p"]
@@ -109,13 +111,38 @@ class SolvedFrame(AbstractFrame):
         )
         if not definite:
             matrix = lx.conj(matrix.transpose())
+        solver = _OfUnitVectors(self.solver)
 
         def solve(column):
             for _ in range(self.num_solves):
-                column = lx.linear_solve(matrix, column, self.solver).value
+                column = lx.linear_solve(matrix, column, solver).value
             return self.coefficient * column / self.unit**self.num_solves
 
         return jax.vmap(solve, in_axes=1, out_axes=1)(self.right)
+
+
+class _OfUnitVectors(lx.AbstractLinearSolver):
+    """A linear solver that is given vectors of size one, in the solves of derivatives
+    too, whose vectors are as large as cotangents are."""
+
+    solver: lx.AbstractLinearSolver
+
+    def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
+        return self.solver.init(operator, options)
+
+    def compute(self, state: Any, vector: Array, options: dict[str, Any]) -> Any:
+        unit_vector, size = normalise(vector)
+        solution, result, stats = self.solver.compute(state, unit_vector, options)
+        return size.astype(vector.dtype) * solution, result, stats
+
+    def transpose(self, state: Any, options: dict[str, Any]) -> Any:
+        return self.solver.transpose(state, options)
+
+    def conj(self, state: Any, options: dict[str, Any]) -> Any:
+        return self.solver.conj(state, options)
+
+    def assume_full_rank(self) -> bool:
+        return self.solver.assume_full_rank()
 
 
 @eqx.filter_custom_jvp

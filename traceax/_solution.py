@@ -67,7 +67,8 @@ logarithm is minus infinity or meaningless.
 Likely causes:
 
 (a) the operator is singular: a zero on the diagonal of a triangular operator, or a
-    singular value of zero (`solution.stats["ritz_values"]` has the smallest found); or
+    singular value of zero, or no larger than the machine epsilon times the largest
+    (`solution.stats["ritz_values"]` has the smallest and largest found); or
 
 (b) it is singular in its dtype: use a wider one.
 """.strip()
@@ -128,7 +129,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
         negative or zero.
-    - `zero_determinant`: the determinant of a structured or a general operator is zero.
+    - `zero_determinant`: the determinant of a structured or a general operator is zero,
+        or not to be told from zero.
     - `precision_lost`: for a trace of a function, rounding errors of the products are a
         large part of the error that is reported.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.

@@ -123,7 +123,8 @@ def lanczos_advance(
         alive = ~(residual <= eps * scale)
         following = jnp.where(alive, following, 0)
         beta = jnp.where(alive, residual, 0)
-        found = jnp.stack([form, beta, projected, residual - beta])
+        neglected = jnp.where(alive, 0, residual)
+        found = jnp.stack([form, beta, projected, neglected])
         entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
         return (following, vector, beta, scale), buffers, entries
 
