@@ -3,7 +3,8 @@
     pip install -e '.[examples]'
     python benchmarks/derivatives.py
 
-CPU seconds, medians of runs that alternate, in one process. A flow: a training step
+CPU seconds, medians of runs that alternate, in one process; of first calls the median of
+three, with nothing in the caches of JAX. A flow: a training step
 (value and gradient) of a continuous normalizing flow by diffrax, Tsit5, ten steps or a
 PID controller, batch of 256, one probe, a network with two hidden layers of 64, float32.
 Laplacians are in `published/laplacian.py`.

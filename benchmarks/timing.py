@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
-import numpy as np
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int = 7):
@@ -30,17 +29,25 @@ def spread(times: tuple[float, float, float], base: float) -> str:
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
-def alternate(functions, *args, rounds=9):
-    """For each, the median CPU seconds of a call, and those of the first one."""
-    first, seconds, compiled = {}, {name: [] for name in functions}, {}
-    for name, fn in functions.items():
-        compiled[name] = eqx.filter_jit(fn)
-        start = time.process_time()
-        jax.block_until_ready(compiled[name](*args))
-        first[name] = time.process_time() - start
+def alternate(functions, *args, rounds=25, first_calls=3):
+    """For each, the median CPU seconds of a call, and those of a first one, with nothing
+    left in JAX's caches."""
+    first, seconds = ({name: [] for name in functions} for _ in range(2))
+    for _ in range(first_calls):
+        for name, fn in functions.items():
+            jax.clear_caches()
+            start = time.process_time()
+            jax.block_until_ready(eqx.filter_jit(fn)(*args))
+            first[name].append(time.process_time() - start)
+    compiled = {name: eqx.filter_jit(fn) for name, fn in functions.items()}
+    for fn in compiled.values():
+        jax.block_until_ready(fn(*args))
     for _ in range(rounds):
         for name, fn in compiled.items():
             start = time.process_time()
             jax.block_until_ready(fn(*args))
             seconds[name].append(time.process_time() - start)
-    return {name: float(np.median(x)) for name, x in seconds.items()}, first
+    return tuple(
+        {name: statistics.median(each) for name, each in times.items()}
+        for times in (seconds, first)
+    )
