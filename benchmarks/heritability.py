@@ -79,11 +79,11 @@ def by_one_operator():
 
 
 runs = {
-    "NumPy": lambda: by_numpy(False),
-    "NumPy, standardising": lambda: by_numpy(True),
-    "compiled product, standardising": by_compiled_product,
-    "one operator": by_one_operator,
-    "40 operators and their traces": by_blocks,
+    "by hand in NumPy: `numpy.fromfile`, cast, two products": lambda: by_numpy(False),
+    "the same, standardising": lambda: by_numpy(True),
+    "by hand, the product compiled by JAX, standardising": by_compiled_product,
+    "`data_gram`": by_one_operator,
+    "40 `data_gram` of parts, with the traces of their products": by_blocks,
 }
 walls, cpus = {name: [] for name in runs}, {name: [] for name in runs}
 for _ in range(4):  # the first one compiles

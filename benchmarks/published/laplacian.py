@@ -102,6 +102,12 @@ def main() -> None:
     print(
         f"\nThe last column is our ratio over theirs. Ours have {FEW} points, not 2048."
     )
+    print(f"\nWhole calls, {MANY} points, ms:\n")
+    head("", *names)
+    for k, way in itertools.product((SIZES[0], 16), (values, gradient)):
+        of_what = "exact" if k == SIZES[0] else f"{k} directions"
+        time, _ = costs(way, params, MANY, k)
+        row(f"{of_what}, {way.__name__}", *beside(*time, ".3g"))
 
 
 if __name__ == "__main__":
