@@ -220,3 +220,22 @@ def test_bars_of_many_samples_are_tight(m, ratio):
     samples = np.random.default_rng(m).standard_normal((50_000, m))
     bars = jax.jit(jax.vmap(lambda x: Moments.of(x).std_err()))(samples)
     assert 1 < np.mean(bars) * m**0.5 < ratio
+
+
+@pytest.mark.parametrize("m", [5, 20])
+def test_moments_of_long_samples(m):
+    """A few are combined one after another, and many in a loop. Third moments
+    are those of the real and of the imaginary parts, added as squares."""
+    x = np.random.default_rng(m).standard_normal((2, m, 5000)) ** 3
+    samples = x[0] + 1j * x[1]
+    valid = np.arange(m) != 3
+    moments = jax.jit(Moments.of)(samples, valid)
+    kept = samples[valid]
+    deviations = kept - np.mean(kept, axis=0)
+    square = np.sum(np.abs(deviations) ** 2, axis=0)
+    cubes = (np.sum(part**3, axis=0) for part in (deviations.real, deviations.imag))
+    skewness = (m - 1) ** 0.5 * np.hypot(*cubes) / square**1.5
+    variance = square / ((m - 1) * (m - 2))
+    assert np.allclose(moments.mean, np.mean(kept, axis=0))
+    assert np.allclose(moments.independent_std_err, np.sqrt(variance))
+    assert np.allclose(moments.skewness, skewness)

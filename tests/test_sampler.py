@@ -143,6 +143,30 @@ def test_signs_of_different_columns_are_uncorrelated():
     assert np.all(np.abs(correlation - np.eye(50)) < 6 / 20_000**0.5)
 
 
+def drawn_at_once(sampler, key, n, dtype):
+    """What `sample` draws by halves, from the numbers that it begins with."""
+    if sampler is tx.RademacherSampler:
+        words = np.asarray(jr.bits(key, (-(-n // 512) * 16,), jnp.uint32))
+        return 1 - 2.0 * ((words >> np.arange(32)[:, None]) & 1).reshape(-1)[:n]
+    if sampler is tx.NormalSampler:
+        return wide(jr.normal(key, (n,), dtype))
+    return np.exp(2j * np.pi * wide(jr.uniform(key, (n,), jnp.finfo(dtype).dtype)))
+
+
+@over(
+    [
+        (tx.RademacherSampler, jnp.float32),
+        (tx.NormalSampler, jnp.complex64),
+        (tx.SteinhausSampler, jnp.complex64),
+    ]
+)
+@pytest.mark.parametrize("n", [70, 2**19 + 33])
+def test_long_vectors_are_drawn_by_halves(sampler, dtype, n):
+    drawn = wide(draw_one(sampler(dtype), jr.key(5), n, dtype))
+    assert drawn.shape == (n,)
+    assert np.max(np.abs(drawn - drawn_at_once(sampler, jr.key(5), n, dtype))) < 2e-6
+
+
 @eqx.filter_jit
 def draw_one(sampler, key, n, dtype):
     return sampler.sample(key, n, dtype)

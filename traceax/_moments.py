@@ -132,9 +132,10 @@ def _beside(x: Array, entries: Array) -> Array:
     return x.reshape(x.shape + (1,) * (entries.ndim - x.ndim))
 
 
-# Reductions over a short leading axis of large arrays are ten times slower on CPU than
-# the same arithmetic on whole slices, one after another.
-_SHORT = 8
+# Reductions over the first axis of large arrays are ten times slower on CPU than the same
+# arithmetic on whole slices, one after another: written out where they are few, else in a
+# loop.
+_SHORT, _LARGE = 8, 4096
 
 
 def _over_first(
@@ -143,8 +144,16 @@ def _over_first(
     parts: Moments,
 ) -> Array:
     """What `fn` makes of each of the stacked `parts`, combined."""
-    if len(parts.count) > _SHORT:
+    if len(parts.count) > _SHORT and parts.center[0].size < _LARGE:
         return combine.reduce(jax.vmap(fn)(parts), axis=0)  # pyright: ignore
+    if len(parts.count) > _SHORT:
+
+        def add(total, part):
+            return combine(total, fn(part)), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        rest = jax.tree.map(lambda x: x[1:], parts)
+        return jax.lax.scan(add, fn(first), rest)[0]
     one_by_one = zip(*jax.tree.map(list, jax.tree.leaves(parts)), strict=True)
     tree = jax.tree.structure(parts)
     return ft.reduce(combine, (fn(tree.unflatten(leaves)) for leaves in one_by_one))

@@ -1,4 +1,5 @@
 import abc
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
@@ -205,6 +206,23 @@ def _drawn(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def _by_halves(fn: Callable[[Array], Array], x: Array, n: int) -> Array:
+    """The first n entries of `fn(x)`, in a line, where `fn` is of each entry of `x`.
+
+    XLA on CPU would compute entries of a long vector again in each place where a product
+    reads them, even behind an `optimization_barrier`, but not those of a loop: here one
+    over the two halves of `x`.
+    """
+    if n <= 2**19:
+        return fn(x).reshape(-1)[:n]
+    half = len(x) // 2
+
+    def part(i):
+        return fn(jax.lax.dynamic_slice_in_dim(x, i * half, half))
+
+    return jax.lax.map(part, jnp.arange(2)).reshape(-1)[:n]
+
+
 class RademacherSampler(AbstractSampler):
     """Random signs: each entry is +1 or -1 with equal probability.
 
@@ -232,9 +250,12 @@ class RademacherSampler(AbstractSampler):
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
         words = jr.bits(key, (_drawn(-(-n // 32)),), jnp.uint32)
-        bits = (words >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
         minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
-        return jnp.where(bits.reshape(-1)[:n] == 1, minus, plus)
+
+        def signs(shifts):
+            return jnp.where((words >> shifts[:, None]) & 1 == 1, minus, plus)
+
+        return _by_halves(signs, jnp.arange(32, dtype=jnp.uint32), n)
 
 
 class NormalSampler(AbstractSampler):
@@ -259,7 +280,8 @@ class NormalSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        return jr.normal(key, (_drawn(n),), dtype)[:n]
+        normal = jr.normal(key, (_drawn(n),), dtype)
+        return _by_halves(lambda x: x, normal, n)
 
 
 class SphereSampler(AbstractSampler):
@@ -321,8 +343,11 @@ class SteinhausSampler(AbstractSampler):
                 f"{dtype}. Use `RademacherSampler` for a real operator."
             )
         angle = jr.uniform(key, (_drawn(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
-        angle = angle[:n]
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+        def phases(angle):
+            return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+        return _by_halves(phases, angle, n)
 
 
 for _sampler in (RademacherSampler, NormalSampler, SphereSampler, SteinhausSampler):
