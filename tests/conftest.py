@@ -1,3 +1,4 @@
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -5,13 +6,18 @@ from pathlib import Path
 
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Nearly all of the time is compilation; without optimisation it takes half, and with the
-# older way to emit fused operations, while there is one, a third of that. Eight simulated
-# devices, of which most tests use one.
+# Nearly all of the time is compilation. Without optimisation it takes half; with the older
+# way to emit fused operations, while there is one, a third of that, and in one piece a
+# quarter less again; later, without XLA's fusions for a library of kernels, a quarter
+# less. Eight simulated devices, of which most tests use one.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+    + (
+        " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+        if version("jaxlib").startswith("0.10.")
+        else " --xla_cpu_experimental_ynn_fusion_type="
+    ),
 )
 
 import equinox.internal as eqxi
@@ -22,6 +28,8 @@ import pytest
 
 
 jax.config.update("jax_enable_x64", True)
+# It would look through all that tracing has made, for a tenth of the time: see below.
+gc.disable()
 
 # Random operators: a short profile, and `--hypothesis-profile=long`. A compilation takes
 # longer than any deadline, and what was found before is found again by the seed.
@@ -73,22 +81,24 @@ def pytest_configure(config):
         os.environ[name.upper()] = str(value)
 
 
-def number_of_memory_maps():
-    maps = Path("/proc/self/maps")
-    return len(maps.read_text().splitlines()) if maps.exists() else 0
-
-
-@pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs():
-    """Each holds memory maps of the process, of which Linux allows 65530: with more, the
-    next compilation is a segmentation fault."""
-    yield
-    forget_if_many()
+    jax.clear_caches()
+    gc.collect()
 
 
 def forget_if_many():
-    if number_of_memory_maps() > 20000:
-        jax.clear_caches()
+    """Programs hold memory maps of the process, of which Linux allows 65530: with more,
+    the next compilation is a segmentation fault."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > 20000:
+        forget_compiled_programs()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def after_each_module():
+    """Modules share few programs."""
+    yield
+    forget_compiled_programs()
 
 
 @pytest.fixture

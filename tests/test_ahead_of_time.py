@@ -254,11 +254,11 @@ def test_exported_programs_in_a_fresh_process(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == ["[]"]
-    outputs = np.load(tmp_path / "outputs.npz")
-    for name in programs:
-        expected = compiled_ahead_of_time(name)(example(), KEY)
-        found = [outputs[f"{name} {i}"] for i in range(len(expected))]
-        assert_close(found, expected)
+    with np.load(tmp_path / "outputs.npz") as outputs:
+        for name in programs:
+            expected = compiled_ahead_of_time(name)(example(), KEY)
+            found = [outputs[f"{name} {i}"] for i in range(len(expected))]
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], PLATFORMS], ids=["cpu", "all"])
