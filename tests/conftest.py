@@ -6,10 +6,10 @@ from pathlib import Path
 
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Nearly all of the time is compilation. Without optimisation it takes half; with the older
-# way to emit fused operations, while there is one, a third of that, and in one piece a
-# quarter less again; later, without XLA's fusions for a library of kernels, a quarter
-# less. Eight simulated devices, of which most tests use one.
+# Nearly all of the time is compilation. Without optimisation it takes half. With the
+# older way to emit fused operations, while there is one, it takes a third of that, and in
+# one piece a quarter less again; later, without XLA's fusions for a library of kernels, a
+# quarter less. Eight simulated devices, of which most tests use one.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
