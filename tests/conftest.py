@@ -7,17 +7,17 @@ from pathlib import Path
 # LAPACK's own threads, times the workers of pytest-xdist, would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Nearly all of the time is compilation. Without optimisation it takes half. With the
-# older way to emit fused operations, while there is one, it takes a third of that, and in
-# one piece a quarter less again; later, without XLA's fusions for a library of kernels, a
-# quarter less. Eight simulated devices, of which most tests use one.
+# older way to emit fused operations it takes a third of that, and in one piece a quarter
+# less again; later, without XLA's fusions for a library of kernels, a quarter less. An
+# unknown flag ends the process. Eight simulated devices, of which most tests use one.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-    + (
-        " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
-        if version("jaxlib").startswith("0.10.")
-        else " --xla_cpu_experimental_ynn_fusion_type="
-    ),
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8 "
+    + {
+        "0.10": "--xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1",
+        "0.12": "--xla_cpu_experimental_ynn_fusion_type=",
+    }.get(version("jaxlib")[:4], ""),
 )
 
 import equinox.internal as eqxi
