@@ -386,6 +386,18 @@ def test_squares_beyond_the_range_are_flagged(name, k, scale):
     assert np.allclose(nuclear.value, exact, rtol=2e-6 if k == N else 0.2)
 
 
+@pytest.mark.parametrize("name", GRAM)
+def test_one_of_a_batch_whose_squares_overflow_is_flagged(name):
+    """The maximum of a batch of NaNs may be `-inf` on CPU."""
+    matrix = general(13, (64, 64), np.complex64)
+    scales = np.array([1, 1, 1, 1e22], np.float32)
+    matrices = scales[:, None, None] * matrix
+    solution = jax.vmap(lambda matrix: solve(name, matrix, k=40))(matrices)
+    flagged = np.asarray(solution.result != tx.RESULTS.successful)
+    assert flagged.tolist() == [False, False, False, True]
+    assert not np.any(np.isfinite(solution.value[3]))
+
+
 @pytest.mark.parametrize(("name", "large"), [("rows", 21), (GRAM[0], 3)])
 def test_small_rows_beside_large_ones_are_none(name, large):
     """By a sketch with more probes than there are large ones."""

@@ -16,7 +16,7 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
         image = flat.mv(half)
         # Where the product underflows, the smallest normal numbers take its place, so
         # that it is not taken for zero.
-        lost = jnp.any(half != 0) & (jnp.max(jnp.abs(image)) < smallest)
+        lost = jnp.any(half != 0) & jnp.all(jnp.abs(image) < smallest)
         return jnp.where(lost, smallest * jnp.sign(vector), image)
 
     def coarser(x, y):
