@@ -4,7 +4,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 
 class Moments(eqx.Module):
@@ -34,14 +34,12 @@ class Moments(eqx.Module):
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
-        center = jnp.stack(parts, axis=1)
+        points = jnp.stack(parts, axis=1)
+        count = jnp.ones(len(samples), points.dtype)
         if valid is not None:
-            center = jnp.where(_beside(valid, center), center, 0)
-        unit = jnp.zeros_like(center[:, 0])
-        count = jnp.ones(len(samples), unit.dtype)
-        count = count if valid is None else valid.astype(unit.dtype)
-        zeros = jnp.zeros_like(center)
-        return cls.merge(cls(count, center, unit, zeros, zeros if skewed else None))
+            count = valid.astype(points.dtype)
+            points = jnp.where(_beside(valid, points), points, 0)
+        return cls._of_points(count, points, skewed)
 
     @classmethod
     def merge(cls, parts: "Moments") -> "Moments":
@@ -49,38 +47,56 @@ class Moments(eqx.Module):
         and LeVeque, The American Statistician 37, 1983; third moments likewise."""
         if len(parts.count) == 1:
             return jax.tree.map(lambda x: x[0], parts)
-        total = jnp.sum(parts.count)
-        # Where all samples are alike, the first one is exactly their mean.
-        pivot = jnp.where(parts.count[0] > 0, parts.center[0], 0)
-
-        def shift(part):
-            return jnp.where(part.count > 0, part.center - center, 0)
-
-        def offset(part):
-            return part.count / jnp.maximum(total, 1) * (part.center - pivot)
-
-        def largest(part):
-            # One maximum of both: XLA would fold that of the units, which are often
-            # constants, and that is slow.
-            return jnp.maximum(jnp.max(jnp.abs(shift(part)), axis=0), part.unit)
+        skewed = parts.cubes is not None
+        between = cls._of_points(parts.count, parts.center, skewed)
+        unit = jnp.maximum(
+            between.unit, _over_first(jnp.maximum, lambda x: x, parts.unit)
+        )
+        safe = jnp.where(unit > 0, unit, 1)
+        ratio = between.unit / safe
 
         def square(part):
-            return (
-                part.squares * (part.unit / safe) ** 2
-                + part.count * (shift(part) / safe) ** 2
-            )
+            return part.squares * (part.unit / safe) ** 2
 
         def cube(part):
-            ratio, moved = part.unit / safe, shift(part) / safe
-            squares = 3 * moved * part.squares * ratio**2
-            return part.cubes * ratio**3 + squares + part.count * moved**3
+            ratio = part.unit / safe
+            moved = jnp.where(part.count > 0, part.center - between.center, 0) / safe
+            return part.cubes * ratio**3 + 3 * moved * part.squares * ratio**2
 
-        center = pivot + _over_first(jnp.add, offset, parts)
-        unit = _over_first(jnp.maximum, largest, parts)
+        squares = between.squares * ratio**2 + _over_first(jnp.add, square, parts)
+        cubes = between.cubes
+        if cubes is not None:
+            cubes = cubes * ratio**3 + _over_first(jnp.add, cube, parts)
+        return cls(between.count, between.center, unit, squares, cubes)
+
+    @classmethod
+    def _of_points(
+        cls, count: Real[Array, " m"], points: Real[Array, "m c *q"], skewed: bool
+    ) -> "Moments":
+        """Of finite points, each of which counts as `count` samples, or as none."""
+        total, present = jnp.sum(count), count > 0
+        share = count / jnp.maximum(total, 1)
+        # Where all samples are alike, the first one is exactly their mean.
+        pivot = jnp.where(present[0], points[0], 0)
+
+        def offset(part):
+            share, point = part
+            return share * (point - pivot)
+
+        center = pivot + _over_first(jnp.add, offset, (share, points))
+        points = jnp.where(_beside(present, points), points, center)
+        largest = _over_first(jnp.maximum, lambda x: jnp.abs(x - center), points)
+        unit = jnp.max(largest, axis=0)
         safe = jnp.where(unit > 0, unit, 1)
-        squares = _over_first(jnp.add, square, parts)
-        cubes = None if parts.cubes is None else _over_first(jnp.add, cube, parts)
-        return cls(total, center, unit, squares, cubes)
+
+        def power(exponent):
+            def one(part):
+                count, point = part
+                return count * ((point - center) / safe) ** exponent
+
+            return _over_first(jnp.add, one, (count, points))
+
+        return cls(total, center, unit, power(2), power(3) if skewed else None)
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
@@ -99,10 +115,10 @@ class Moments(eqx.Module):
         """The textbook standard error of the mean of independent samples, `s / sqrt(m)`
         with `ddof=1`; infinite for a single sample."""
         spread = self.unit * jnp.sqrt(jnp.sum(self.squares, axis=0))
-        freedom = jnp.where(self.count > 1, self.count * (self.count - 1), 1)
+        freedom = jnp.maximum(self.count * (self.count - 1), 1)
         return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
 
-    def std_err(self, covariance: Real[Array, "*q"] | float = 0.0) -> Real[Array, "*q"]:
+    def std_err(self, covariance: Real[Array, "*q"] | None = None) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
 
         `covariance` is that of two samples; with it the variance of the mean is
@@ -118,12 +134,13 @@ class Moments(eqx.Module):
         tends to 1 as m grows. Samples without third moments, as those of an entry of the
         diagonal, need none of it.
         """
-        correlated = jnp.sqrt(jnp.maximum(covariance, 0))
+        std_err = self.independent_std_err
+        if covariance is not None:
+            std_err = jnp.hypot(std_err, jnp.sqrt(jnp.maximum(covariance, 0)))
         if self.cubes is None:
-            return jnp.hypot(self.independent_std_err, correlated)
+            return std_err
         unseen = (4 / self.count) ** 2
-        inflation = 1 + 2 * (1 + self.skewness**2 + unseen) / self.count
-        return inflation * jnp.hypot(self.independent_std_err, correlated)
+        return std_err * (1 + 2 * (1 + self.skewness**2 + unseen) / self.count)
 
 
 def _beside(x: Array, entries: Array) -> Array:
@@ -140,13 +157,15 @@ _SHORT, _LARGE = 8, 4096
 
 def _over_first(
     combine: Callable[[Array, Array], Array],
-    fn: Callable[[Moments], Array],
-    parts: Moments,
+    fn: Callable[[PyTree[Array]], Array],
+    parts: PyTree[Real[Array, "m ..."]],
 ) -> Array:
     """What `fn` makes of each of the stacked `parts`, combined."""
-    if len(parts.count) > _SHORT and parts.center[0].size < _LARGE:
+    leaves, tree = jax.tree.flatten(parts)
+    num_parts = len(leaves[0])
+    if max(leaf.size for leaf in leaves) < num_parts * _LARGE:
         return combine.reduce(jax.vmap(fn)(parts), axis=0)  # pyright: ignore
-    if len(parts.count) > _SHORT:
+    if num_parts > _SHORT:
 
         def add(total, part):
             return combine(total, fn(part)), None
@@ -154,6 +173,5 @@ def _over_first(
         first = jax.tree.map(lambda x: x[0], parts)
         rest = jax.tree.map(lambda x: x[1:], parts)
         return jax.lax.scan(add, fn(first), rest)[0]
-    one_by_one = zip(*jax.tree.map(list, jax.tree.leaves(parts)), strict=True)
-    tree = jax.tree.structure(parts)
-    return ft.reduce(combine, (fn(tree.unflatten(leaves)) for leaves in one_by_one))
+    one_by_one = zip(*map(list, leaves), strict=True)
+    return ft.reduce(combine, (fn(tree.unflatten(part)) for part in one_by_one))

@@ -1,6 +1,7 @@
 import statistics
 
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Real
 
@@ -31,7 +32,8 @@ def student_quantile(
     quantile = jnp.full_like(inverse, terms[-1])
     for term in (*terms[-2::-1], z):
         quantile = quantile * inverse + term
-    one = jnp.tan(jnp.pi / 2 * confidence)
-    two = confidence * jnp.sqrt(2 / ((1 - confidence) * (1 + confidence)))
+    functions = np if isinstance(confidence, float) else jnp
+    one = functions.tan(np.pi / 2 * confidence)
+    two = confidence * functions.sqrt(2 / ((1 - confidence) * (1 + confidence)))
     few = jnp.where(freedom < 1.5, one, two)
     return jnp.where(freedom < 2.5, few.astype(quantile.dtype), quantile)

@@ -218,7 +218,7 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
         std_err = jnp.hypot(std_err, estimate.rounding * size)
         if bounds is not None:
             floor = estimate.rounding * size
-            bounds = bounds.at[:, 1].set(jnp.hypot(bounds[:, 1], floor))
+            bounds = jnp.stack([bounds[:, 0], jnp.hypot(bounds[:, 1], floor)], axis=1)
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
     nonfinite = failure(~finite, RESULTS.nonfinite_product)

@@ -211,6 +211,8 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
     def _read(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:
         """The quantity, in units of the sketch."""
         seen = self._read_samples(quantity, sketch)
+        if isinstance(sketch.noise, float) and sketch.noise == 0:
+            return seen
         ones = jnp.ones(n, seen.moments.unit.dtype)
         noise = sketch.noise * jnp.sqrt(quantity.read(ones, ones) / n)
         return dataclasses.replace(seen, std_err=jnp.hypot(seen.std_err, noise))
@@ -218,7 +220,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
     def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
         if isinstance(quantity, Trace) and sketch.samples is not None:
             assert sketch.std_err is not None
-            moments = Moments.of(sketch.samples, sketch.valid)
+            moments = Moments.of(sketch.samples, sketch.valid, skewed=False)
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
             return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
         if sketch.expansion is None:

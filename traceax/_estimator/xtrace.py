@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
-from .._kernel.dense import svd
+from .._kernel.dense import diagonal, svd
 from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
     leave_one_out,
@@ -130,7 +130,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             small, lefts = state.small, rotation @ loo.directions
             w = rotation.conj().T @ small.w
             inner = loo.directions.conj().T @ w
-            inside = rotation @ (w - loo.directions * jnp.diagonal(inner))
+            inside = rotation @ (w - loo.directions * diagonal(inner))
             products = state.q @ small.r
             count = jnp.maximum(rounds * b, 1)
             return TwoSided(

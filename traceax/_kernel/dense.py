@@ -185,6 +185,11 @@ def thin_svd_gram(
     return q, s, vectors.conj().T
 
 
+def diagonal(x: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
+    """`jnp.diagonal`, as a slice: that is a tenth of the instructions."""
+    return x.reshape(-1)[:: len(x) + 1]
+
+
 def normalise(x: Inexact[Array, "*n"]) -> tuple[Inexact[Array, "*n"], Real[Array, ""]]:
     """`x / c` and `c`, with `c` the largest modulus in `x`, or 1 for a zero `x`."""
     largest = jnp.max(jnp.abs(x))

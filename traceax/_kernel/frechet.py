@@ -7,7 +7,9 @@ Higham, Functions of Matrices, 2008, section 3.2.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Int, Real
+
+from .dense import diagonal
 
 
 def divided_differences(
@@ -43,15 +45,20 @@ def few_pairs(
 
     def eliminate(rest, _):
         largest = jnp.argmax(size[:, None] * jnp.abs(rest) * size * upper)
-        i, j = jnp.divmod(largest, size.size)
-        column, pivot = rest[:, j], rest[i, j]
-        row = rest[i] / jnp.where(pivot == 0, 1, pivot)
+        i, j = jax.lax.div(largest, size.size), jax.lax.rem(largest, size.size)
+        column, row = _take(rest, j, 1), _take(rest, i, 0)
+        pivot = _take(column, i, 0)
+        row = row / jnp.where(pivot == 0, 1, pivot)
         return rest - column[:, None] * row, (column, row)
 
     count = min(count, size.size)
     rest, pairs = jax.lax.scan(eliminate, differences, length=count - 1)
-    last = jnp.diagonal(rest), jnp.ones_like(weights)
+    last = diagonal(rest), jnp.ones_like(weights)
     left, right = (
         jnp.append(x, y[None], axis=0) for x, y in zip(pairs, last, strict=True)
     )
     return left * weights, right * weights
+
+
+def _take(x: Real[Array, "..."], i: Int[Array, ""], axis: int) -> Real[Array, "..."]:
+    return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
+from .dense import diagonal
 
 
 class LeaveOneOut(eqx.Module):
@@ -70,7 +71,7 @@ class Pairs(eqx.Module):
 
     def trace(self, form: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """`tr(P_ij M)`, from `form[i, j] = u_i* M u_j`."""
-        own = jnp.diagonal(form)
+        own = diagonal(form)
         mixed = self.gram * form.T + self.gram.T * form
         return (own[:, None] + own[None, :] - mixed) / self.det
 
@@ -79,7 +80,7 @@ class Pairs(eqx.Module):
     ) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
         """`alpha, beta` of `P_ij w_j = alpha u_i + beta u_j`, from
         `inner[i, j] = u_i* w_j`."""
-        own = jnp.diagonal(inner)[None, :]
+        own = diagonal(inner)[None, :]
         alpha = (inner - self.gram * own) / self.det
         beta = (own - self.gram.T * inner) / self.det
         return alpha, beta
@@ -185,7 +186,7 @@ def jackknife(pairs: Inexact[Array, "m m"], valid: Bool[Array, " m"]) -> Real[Ar
     """
     others = jnp.sum(valid.astype(pairs.real.dtype)) - 1
     left_out = jnp.sum(jnp.where(two(valid), pairs, 0), axis=1)
-    moments = Moments.of(left_out / jnp.maximum(others, 1), valid)
+    moments = Moments.of(left_out / jnp.maximum(others, 1), valid, skewed=False)
     return jnp.where(others > 0, others * moments.independent_std_err, jnp.inf)
 
 

@@ -15,7 +15,9 @@ from .dense import eigh
 
 def tridiagonal(alpha: Real[Array, " s"], beta: Real[Array, " s"]) -> Real[Array, "s s"]:
     """T; the last of `beta` is outside."""
-    return jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
+    row = jnp.arange(len(alpha))
+    below = jnp.where(row[:, None] - row == 1, beta, 0)
+    return jnp.where(row[:, None] == row, alpha, below + below.T)
 
 
 def ritz(

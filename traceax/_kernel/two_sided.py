@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
+from .dense import diagonal
 from .expansion import AbstractLeaveOneOut, Pair
 from .leave_one_out import LeaveOneOut, Pairs, resphere
 
@@ -48,7 +49,7 @@ def two_sided_samples(
     inner = directions.conj().T @ w
     form = directions.conj().T @ h @ directions
     across, back = (across @ directions).T, directions.conj().T @ back
-    a_ss, a_es, a_se = (jnp.diagonal(x) for x in (form, across, back))
+    a_ss, a_es, a_se = (diagonal(x) for x in (form, across, back))
 
     def own_form(beta):
         return outside + beta * a_es + beta.conj() * a_se + jnp.abs(beta) ** 2 * a_ss
@@ -59,9 +60,9 @@ def two_sided_samples(
         return resphere(n, loo.rank - removed, small.norms, inside)
 
     all_inside = jnp.sum(jnp.abs(w) ** 2, axis=0)
-    trace = jnp.sum(jnp.diagonal(h))
+    trace = jnp.sum(diagonal(h))
 
-    beta = jnp.diagonal(inner)
+    beta = diagonal(inner)
     c = factor(essential, all_inside - jnp.abs(beta) ** 2)
     samples = trace - a_ss + c * own_form(beta)
 
@@ -113,7 +114,7 @@ class TwoSided(AbstractLeaveOneOut):
         # The unit vector u for which P_i P_j = P_j - u u*.
         base = (self.bases[other] - across[:, None] * self.bases) / root[:, None]
         image = (self.images[other] - across[:, None] * self.images) / root[:, None]
-        own = jnp.diagonal(self.inner)
+        own = diagonal(self.inner)
         beta = (self.inner[other, index] - across.conj() * own) / root
         essential = self.loo.essential.astype(int)
         c = self._factor(essential + essential[other], jnp.abs(beta) ** 2)
@@ -131,5 +132,5 @@ class TwoSided(AbstractLeaveOneOut):
     ) -> Real[Array, " m"]:
         if not self.improved:
             return jnp.ones_like(self.norms)
-        inside = self.inside - jnp.abs(jnp.diagonal(self.inner)) ** 2 - restored
+        inside = self.inside - jnp.abs(diagonal(self.inner)) ** 2 - restored
         return resphere(self.rest.shape[1], self.loo.rank - removed, self.norms, inside)

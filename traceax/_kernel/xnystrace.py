@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .dense import diagonal
 from .expansion import AbstractExpansion, AbstractLeaveOneOut, OneSided, Pair
 from .leave_one_out import LeaveOneOut, Pairs
 
@@ -32,10 +33,10 @@ def xnystrace_samples(
     redundant = _redundant(p, whitener, shift)
     p, rest = _unit(p)
     form = p.conj().T @ gram @ p
-    trace = jnp.sum(jnp.diagonal(gram)).real - shift * n
+    trace = jnp.sum(diagonal(gram)).real - shift * n
 
     c = (n - loo.rank + essential) if improved else loo.distance**2
-    samples = trace - jnp.diagonal(form).real + c * rest
+    samples = trace - diagonal(form).real + c * rest
 
     p = jnp.where(redundant, 0, p)
     form = p.conj().T @ gram @ p

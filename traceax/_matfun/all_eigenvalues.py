@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import attach
-from .._kernel.dense import eigh, svd
+from .._kernel.dense import diagonal, eigh, svd
 from .._kernel.small_matrix import rounded
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction
@@ -76,8 +76,8 @@ def _of_general_matrix(
     with jax.default_matmul_precision("highest"):
         of_matrix, slopes = function.of_matrix(matrix)
         again, _ = function.of_matrix(rounded(matrix, operator.eps).T)
-    terms = jnp.diagonal(of_matrix)
-    value, change = jnp.sum(terms), jnp.abs(jnp.sum(jnp.diagonal(again) - terms))
+    terms = diagonal(of_matrix)
+    value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(again) - terms))
     real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)

@@ -179,7 +179,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         low, high, rounding, magnitude, _ = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
         width = high - low + 2 * deflation.rounding
-        precise = check_precision(operator, moments, width, rounding, magnitude)
+        std_err = moments.std_err()
+        precise = check_precision(operator, std_err, width, rounding, magnitude)
         precise = first_failure(precise, deflation.check_precision(magnitude))
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
@@ -201,7 +202,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
         return Estimate(
             value=attach_derivative(moments.mean, mean),
-            std_err=jnp.hypot(moments.std_err(), deflation.rounding),
+            std_err=jnp.hypot(std_err, deflation.rounding),
             samples=streamed.samples,
             num_matvecs=deflated.steps * b + num_steps * streamed.count,
             rounding=operator.rounding,

@@ -6,9 +6,10 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
+from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences, few_pairs
 from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start, unit
-from .._kernel.quadrature import apply_to_first, Compression, ritz, tridiagonal
+from .._kernel.quadrature import apply_to_first, Compression, tridiagonal
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
@@ -87,7 +88,8 @@ class Lanczos(AbstractKrylovMethod):
     ) -> QuadraticForm:
         """As for every method. `largest` is an eigenvalue that is certain to exist."""
         eps, run = operator.eps, lanczos_run(state, steps)
-        nodes, vectors = ritz(run.alpha, run.beta)
+        matrix = tridiagonal(run.alpha, run.beta)
+        nodes, vectors = eigh(matrix)
         square, first = run.norm**2, jnp.ones(1, bool)
         values = values_at(function, nodes, eps)
         weights = vectors[0] ** 2
@@ -96,7 +98,6 @@ class Lanczos(AbstractKrylovMethod):
         moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
         again = integral(moved, again, first)
 
-        matrix = tridiagonal(run.alpha, run.beta)
         border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)
         compression = Compression(matrix, border[None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)

@@ -169,17 +169,17 @@ def check_domain(
 
 def check_precision(
     operator: FlatOperator,
-    moments: Moments,
+    std_err: Real[Array, ""],
     width: Real[Array, ""] | float,
     rounding: Real[Array, ""],
     magnitude: Real[Array, ""],
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
-    reported: the standard error, and the `width` of the bracket. Where these are below
+    reported: the `std_err`, and the `width` of the bracket. Where these are below
     the rounding floor of the standard error, up to twice that floor are as expected.
     `rounding` and `magnitude` are the means of those of the quadratic forms."""
     floor = operator.rounding * magnitude
-    large = jnp.maximum((moments.std_err() + width) / 2, 2 * floor)
+    large = jnp.maximum((std_err + width) / 2, 2 * floor)
     return failure(rounding > large, RESULTS.precision_lost)
 
 

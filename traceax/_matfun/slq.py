@@ -162,7 +162,8 @@ class SLQEstimator(AbstractFunctionEstimator):
                 missed = excess(moments.mean, (low, high), 0) > 1
                 wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        precise = check_precision(operator, moments, high - low, rounding, magnitude)
+        std_err = moments.std_err()
+        precise = check_precision(operator, std_err, high - low, rounding, magnitude)
 
         def probes():
             budget = largest_budget(k)
@@ -172,7 +173,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
-            std_err=moments.std_err(),
+            std_err=std_err,
             samples=streamed.samples,
             num_matvecs=(streamed.count * made + spent) * krylov.products_per_step,
             rounding=operator.rounding,
