@@ -55,13 +55,13 @@ def cases():
     yield "i^-1.5", i**-1.5, "sqrt", 0, *settings
     settings = (4, 30), (4, 30), None, (4, 30, 29), (1, 114, 1, 6)
     yield "0.9^i", 0.9**i, "sqrt", 0, *settings
-    settings = (30, 4), (24, 5), (96, 8, 3), (15, 8, 7), (10, 10, 2, 6)
+    settings = (30, 4), (24, 5), (96, 8, 3), (15, 8, 7), (2, 54, 4, 3)
     yield "i^-2 + 0.01", tail, "log", 0.01, *settings
-    settings = (30, 4), (20, 6), (96, 8, 3), (15, 8, 7), (10, 10, 2, 6)
+    settings = (30, 4), (20, 6), (96, 8, 3), (15, 8, 7), (2, 54, 4, 3)
     yield "i^-2 + 0.01", tail, "log1p", 0.01, *settings
-    settings = (6, 20), (6, 20), (108, 4, 3), (15, 8, 7), (2, 48, 4, 6)
+    settings = (6, 20), (6, 20), (108, 4, 3), (15, 8, 7), (3, 37, 4, 2)
     yield "RBF + 0.05", noisy, "log", 0.05, *settings
-    settings = (30, 4), (30, 4), None, (30, 4, 2), (10, 9, 10, 3)
+    settings = (30, 4), (30, 4), None, (30, 4, 2), (16, 6, 8, 3)
     yield "flat", np.linspace(0, 5, SIZE), "exp(-x)", None, *settings
 
 

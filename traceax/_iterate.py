@@ -174,14 +174,14 @@ def sum_over_rounds(
     operator: FlatOperator,
     xs: PyTree[Shaped[Array, "r b ..."]],
     rounds: Int[Array, ""] | int,
+    like: Inexact[Array, "*q"],
     execution: AbstractExecution,
     width: int = 1,
 ) -> Inexact[Array, "*q"]:
-    """The sum of `fn(operator, x)` over the x of rounds that were made. Unlike the loop
-    that made them, it has a derivative, which costs no product beyond those rounds."""
+    """The sum of `fn(operator, x)`, an array `like` this one, over the x of rounds that
+    were made. Unlike the loop that made them, it has a derivative, which costs no product
+    beyond those rounds."""
     num_rounds = jax.tree.leaves(xs)[0].shape[0]
-    first = jax.tree.map(lambda x: x[0, 0], xs)
-    shape = eqx.filter_eval_shape(fn, operator, first)
 
     @jax.checkpoint
     def one(state, each):
@@ -192,8 +192,7 @@ def sum_over_rounds(
 
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 
-    start = jnp.zeros(shape.shape, shape.dtype)
-    return jax.lax.scan(one, start, (jnp.arange(num_rounds), xs))[0]
+    return jax.lax.scan(one, jnp.zeros_like(like), (jnp.arange(num_rounds), xs))[0]
 
 
 def fold(
@@ -294,6 +293,8 @@ def stream(
     # Before the loop: one with tangents and effects has no reverse mode.
     frozen = operator.frozen
 
+    # Traced once, for the shapes of the buffers and for the loop.
+    @jax.jit
     def one_round(rounds):
         indices = rounds * size + jnp.arange(size)
         return execution.map_reduce(fn, reduce, frozen, indices, width)
@@ -330,8 +331,8 @@ def stream(
     def mean():
         indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
         sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
-        rounds = loop.rounds
-        total = sum_over_rounds(sample, operator, indices, rounds, execution, width)
+        settings = loop.rounds, summary[0].mean, execution, width
+        total = sum_over_rounds(sample, operator, indices, *settings)
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
     return Streamed(samples, others, summary, mean, count, loop)

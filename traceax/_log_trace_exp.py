@@ -217,8 +217,8 @@ class _LogTraceExp(AbstractTask):
             shape = k.num_rounds, k.round_size
             indices = jnp.arange(len(samples)).reshape(shape)
             share = lambda flat, i: jnp.exp(body(flat, i)[0] - value)  # noqa: E731
-            rounds = streamed.loop.rounds
-            total = sum_over_rounds(share, flat, indices, rounds, execution, most)
+            settings = streamed.loop.rounds, value, execution, most
+            total = sum_over_rounds(share, flat, indices, *settings)
             return value + jnp.log(total / streamed.count)
 
         errors, _, residuals = streamed.others

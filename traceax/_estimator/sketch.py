@@ -180,9 +180,9 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             shape = (k.num_rounds, -1, flat.size)
             columns = tuple(x.T.reshape(shape) for x in sketch.frame)
             one = read_by(quantity)
+            settings = columns, loop.rounds, value, execution
             value = attach_derivative(
-                value,
-                lambda: sum_over_rounds(one, flat, columns, loop.rounds, execution),
+                value, lambda: sum_over_rounds(one, flat, *settings)
             )
         else:
             frame = Frame(*sketch.frame)

@@ -49,8 +49,7 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     (Golub, SIAM Review 15, 1973, 318-334). Its linear system is solved by the eigenpairs
     of T."""
     matrix, border = compression.matrix, compression.border
-    largest = jnp.maximum(jnp.abs(compression.nodes[0]), jnp.abs(compression.nodes[-1]))
-    size = largest + jnp.max(jnp.abs(border))
+    size = jnp.max(jnp.abs(compression.nodes)) + jnp.max(jnp.abs(border))
     floor = jnp.finfo(matrix.dtype).eps * size
     distances = jnp.maximum(compression.nodes - end, jnp.where(floor > 0, floor, 1))
     last = jnp.matmul(border, compression.vectors, precision="highest")

@@ -116,9 +116,8 @@ def subgradients_at(
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
     """The size below which a Ritz value cannot be told from zero: those of a singular
-    operator are smaller, of either sign, and those of a positive definite one larger. The
-    nodes are sorted."""
-    largest = jnp.maximum(jnp.abs(nodes[0]), jnp.abs(nodes[-1]))
+    operator are smaller, of either sign, and those of a positive definite one larger."""
+    largest = jnp.max(jnp.abs(nodes))
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
 
