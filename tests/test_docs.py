@@ -35,10 +35,12 @@ for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
 # In one process, because what takes the time is to import and to compile. Pages share
 # nothing but what JAX has compiled.
 RUN = """
-import json, sys
+import gc, json, sys
 import jax
 
+gc.disable()
 for page, code in json.load(sys.stdin).items():
+    gc.collect()
     jax.config.update("jax_enable_x64", False)
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
     print("Has run:", page)
