@@ -12,7 +12,7 @@ import pytest
 
 import traceax as tx
 from traceax._estimator.auto_diagonal import _XNysDiagOrSigns
-from traceax._kernel.expansion import read
+from traceax._kernel.expansion import OneSided, read
 from traceax._quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 
 from .helpers import hermitian
@@ -226,6 +226,30 @@ def test_is_what_fewer_probes_give(case, m, dtype):
         samples, std_err = own
         assert np.allclose(samples, OF_WHOLE["trace"](estimates), rtol=1e-9)
         assert np.allclose(std_err, seen["trace"][2], rtol=1e-6)
+
+
+@every_case
+@pytest.mark.parametrize("name", ["diagonal", "leaves"])
+def test_covariance_of_some_pairs(case, name, monkeypatch):
+    """Of more probes than each one is paired with: of the first ones, or of neighbours
+    around a circle."""
+    monkeypatch.setattr("traceax._kernel.expansion._MET", 4)
+    m, quantity = 7, QUANTITIES[name]
+    matrix, probes = matrix_for(case, np.float64), normal(7, (N, m), np.float64)
+    settings = jnp.asarray(matrix), jnp.asarray(probes), case.products * m
+    sketch = sketch_of(case.estimator, *settings)
+    found = sketch.scale**2 * sketch.expansion().covariance(quantity, None)
+
+    estimates, pairs = naive(case, matrix, probes)
+    change = OF_WHOLE[name](pairs) - OF_WHOLE[name](estimates)
+    index = np.arange(m)
+    if name == "diagonal" and isinstance(sketch.expansion(), OneSided):
+        met = (index[:, None] < 4) & (index < 4)
+    else:
+        distance = (index[:, None] - index) % m
+        met = np.minimum(distance, m - distance) <= 2
+    product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
+    assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
 @every_case
