@@ -1,6 +1,8 @@
 """Adaptive budgets for diagonals: until the error, in a norm, is below the tolerance; and
 that a large diagonal needs no memory beyond a block of probes."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,22 @@ def test_other_norm_and_gradient(estimator, tags, matrix, rtol):
         expected, fixed = both(jnp.asarray(matrix), made, KEYS[0])
         assert np.allclose(fixed.value, solution.value, rtol=1e-8, atol=1e-10)
         assert np.allclose(slope, expected, rtol=1e-8, atol=1e-10)
+
+
+@every_case
+def test_single_precision_stays(estimator, tags, matrix, rtol):
+    """No array with an entry for each row is in double precision, of the derivative's
+    either."""
+    k, matrix = budget(rtol=rtol), jnp.asarray(matrix, jnp.float32)
+
+    def norm(matrix):
+        operator = matrix_free(matrix, tags)
+        solution = tx.diagonal(operator, estimator, k=k, key=KEYS[0], throw=False)
+        return jnp.sum(solution.value**2)
+
+    traced = str(jax.make_jaxpr(jax.grad(norm))(matrix))
+    assert f"f32[{N}]" in traced
+    assert not re.search(rf"f64\[(\d+,)*{N}[,\]]", traced)
 
 
 def vector_norm(tree):

@@ -188,7 +188,8 @@ def sum_over_rounds(
         index, x = each
 
         def add(state):
-            return state + jnp.sum(execution.map(fn, operator, x, width), axis=0)
+            terms = execution.map(fn, operator, x, width)
+            return state + jnp.sum(terms, axis=0, dtype=state.dtype)
 
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 

@@ -122,9 +122,8 @@ class _XNysDiagOrSigns(XNysDiagEstimator):
         variance = _variance(expansion.residuals, expansion.images, valid)
         flat = variance > _GAIN * _variance(signs, products, valid)
         count = jnp.sum(valid) if valid is not None else len(signs)
-        weight = 1 / jnp.maximum(count, 1)
-        zeros = jnp.zeros_like(probes)
-        frame = by_round((probes * weight, zeros), (probes, zeros), num_rounds)
+        left, zeros = probes / jnp.maximum(count, 1), jnp.zeros_like(probes)
+        frame = by_round((left, zeros), (probes, zeros), num_rounds)
         return _or_signs(flat, sketch, signs, products, frame, valid)
 
 
