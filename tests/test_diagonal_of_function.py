@@ -327,6 +327,21 @@ def test_preconditioner_makes_the_chosen_steps_few():
     assert np.linalg.norm(found.value - exact) < 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "k"), [(HUTCHINSON, 16), (tx.XDiagEstimator(), 24)]
+)
+def test_tolerance_is_of_the_whole_diagonal(estimator, k):
+    """Not of the part that is sampled, for which the budget would be too small: here ten
+    samples are enough."""
+    adaptive = tx.Adaptive(rtol=0.03, max_k=32, round_size=8)
+    settings = {"k": adaptive, "num_steps": 5, "preconditioner": nystrom(kernel())}
+    found = diagonal(kernel(), tx.Inverse(), KEY, estimator=estimator, **settings)
+    assert found.result == tx.RESULTS.successful
+    assert found.stats["num_matvecs"] == (k + 1) * 5 + 12
+    exact = exact_diagonal(kernel(), lambda x: 1 / x)
+    assert np.linalg.norm(found.value - exact) < 0.03 * np.linalg.norm(exact)
+
+
 def test_products_are_counted():
     calls, matrix = [], kernel()
 

@@ -25,7 +25,7 @@ from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.quadratic_form import check_domain, how_outside
 from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess
-from ._quantity import AbstractQuantity, Diagonal
+from ._quantity import AbstractQuantity, Diagonal, Shifted
 from ._sampler import draw_for, RademacherSampler
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
@@ -108,11 +108,12 @@ class _DiagonalOfFunction(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, function, outer = flatten(operator), self.function, self.preconditioner
-        known, spent = jnp.zeros((), flat.dtype), 0
+        known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
             flat, function = outer.apply_to(flat), _BeyondOne()
             known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
+            quantity = Shifted(quantity, jax.lax.stop_gradient(known))
         most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
         if isinstance(most, AdaptiveSteps):
             most = most.max_steps
@@ -128,7 +129,7 @@ class _DiagonalOfFunction(AbstractTask):
             tags.append(lx.positive_semidefinite_tag)
         structure = operator.in_structure()
         of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
-        estimate = self.estimator.measure(self.quantity, of_function, k, key, execution)
+        estimate = self.estimator.measure(quantity, of_function, k, key, execution)
 
         constant = freeze(product)
         run = constant.action.run(constant.outside(jax.lax.stop_gradient(probe)))

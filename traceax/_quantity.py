@@ -208,6 +208,10 @@ class Shifted(AbstractQuantity):
     quantity: AbstractQuantity
     offset: Array
 
+    @property
+    def entrywise(self) -> bool:  # pyright: ignore
+        return self.quantity.entrywise
+
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return self.quantity.read(left, image)
 
