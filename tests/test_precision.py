@@ -35,6 +35,10 @@ def even(condition):
     return hermitian(0, np.geomspace(1, condition, N))
 
 
+def one_large(size):
+    return hermitian(0, np.append(size, np.zeros(N - 1)))
+
+
 @eqx.filter_jit
 def estimates(matrix, function, keys, *, k=10, num_steps=20):
     """Error bar, bracket and result for each key."""
@@ -157,6 +161,8 @@ def test_products_less_accurate_than_their_dtype_are_seen():
         (even, 5e6, jnp.float32, LOG, False),
         (even, 2e15, jnp.float64, INVERSE, True),
         (low_rank, 4e2, BRAIN, INVERSE, False),
+        (one_large, 1e11, jnp.float32, tx.Inverse(0.1), True),
+        (one_large, 1e3, jnp.float32, tx.Inverse(0.1), False),
     ],
 )
 def test_exact_answers(kind, condition, dtype, function, lost):

@@ -177,14 +177,15 @@ def test_products_are_counted(name, data, batch, seed):
 def check_same(call, matrices, found, others):
     """To rounding, or where that decides about ranks, to a small part of a bar. One that
     is made of rounding errors has their size. What is flagged for its rounding errors
-    need not be so if they are others. They decide too when an iterative solve ends."""
+    need not be so if they are others, or have as many samples that are finite. They
+    decide too when an iterative solve ends."""
     counted = QUANTITIES[call.quantity].most(call.k, call.num_steps) < np.inf
     for i, matrix in enumerate(matrices):
         one, other, matrix = row(found, i), row(others, i), wide(matrix)
         assert one.products == other.products or not counted
-        assert one.samples == other.samples
         if not (one.result and other.result):
             continue
+        assert one.samples == other.samples
         change = exact_and_change(call, matrix)[1]
         if not np.all(np.isfinite(change)):
             continue

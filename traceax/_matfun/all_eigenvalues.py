@@ -39,7 +39,11 @@ def exact_trace_of_function(
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
     in_domain = check_domain(function, operator, extremes, value)
-    change, lost = _rounding(nodes, values, slopes, noise)
+    error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
+    # Not defined where they leave the domain, or overflow.
+    moved = values_at(function, nodes + error, operator.eps) - values
+    moved = jnp.where(jnp.isfinite(moved), moved, 0)
+    change, lost = _rounding(nodes, values, slopes, error, moved)
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
     extra = {"ritz_values": extremes}
     if function.bracketed:
@@ -106,15 +110,15 @@ def _rounding(
     nodes: Real[Array, " n"],
     values: Real[Array, " n"],
     slopes: Real[Array, " n"],
-    noise: Real[Array, ""] | float,
+    error: Real[Array, ""],
+    moved: Real[Array, " n"],
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
     """By how much rounding changes the sum of `values`, and whether it changes the second
     digit.
-    Entries of the matrix have errors of size `noise`, and the factorisation has
-    its own; to first order such an E changes `tr f(A)` by `tr(f'(A) E)`."""
-    eps = jnp.finfo(nodes.dtype).eps
-    factorisation = eps * jnp.max(jnp.abs(nodes))
-    change = jnp.hypot(factorisation, noise) * jnp.linalg.norm(slopes)
+    The matrix has errors E of size `error`, of its entries and of the factorisation. To
+    first order they change `tr f(A)` by `tr(f'(A) E)`. Where f has a steep part of less
+    than that size, they change values by as much as these have `moved` with the nodes."""
+    change = jnp.linalg.norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
-    change = change + eps * jnp.sum(jnp.abs(values))
+    change = change + jnp.finfo(nodes.dtype).eps * jnp.sum(jnp.abs(values))
     return change, jnp.isfinite(change) & (change > 0.02 * size)
