@@ -304,6 +304,18 @@ def test_products_of_pairs(dtype):
     assert np.allclose(exactly, exact, rtol=1e-5, atol=1e-6 * size)
 
 
+def test_products_that_underflow_have_bars():
+    """Of three operators of which two are so small that their product is zero in
+    float32."""
+    matrices = three(np.float32) * np.float32([1, 1e-22, 1e-24])[:, None, None]
+    exact = gram(np.asarray(matrices, np.float64))
+    found = products(matrices, KEY, k=8)
+    value, std_err = (np.asarray(x, float) for x in (found.value, found.std_err))
+    assert np.all(value[1:, 1:] == 0)
+    assert np.all(np.abs(value - exact) < 5 * std_err)
+    assert np.all(std_err[1:, 1:] < 1e-35)
+
+
 def test_products_derivative_and_tolerance():
     """The derivative is that of the products at the same probes."""
     matrices = three()

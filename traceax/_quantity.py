@@ -186,7 +186,11 @@ class FrobeniusProducts(AbstractQuantity):
     ) -> Real[Array, "p p"]:
         sizes = jnp.abs(image)
         largest = jnp.sqrt(jnp.max(sizes.reshape(self.count, -1), axis=1))
-        return jnp.sqrt(self.read(left, sizes)) * largest[:, None] * largest
+        size = jnp.sqrt(self.read(left, sizes)) * largest[:, None] * largest
+        limits = jnp.finfo(size.dtype)
+        # Terms that underflow are lost, each of them below the smallest normal number.
+        lost = image.size * limits.tiny / limits.eps
+        return jnp.where(largest[:, None] * largest > 0, jnp.maximum(size, lost), 0)
 
 
 class SchattenNorm(AbstractQuantity):
