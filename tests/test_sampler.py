@@ -189,6 +189,7 @@ def test_raw_keys_jit_and_vmap(sampler, dtype):
     keys = jnp.stack([jr.key(5), jr.key(6)])
     batch = wide(jax.jit(jax.vmap(lambda key: sampler(key, 37, 4)))(keys))
     assert np.allclose(batch[0], eager, rtol=0, atol=1e-5)
+    assert np.allclose(batch[1], wide(sampler(keys[1], 37, 4)), rtol=0, atol=1e-5)
     assert not np.allclose(batch[1], eager)
 
 

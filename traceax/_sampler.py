@@ -105,7 +105,7 @@ def draw(
     """Probes with the given global indices: probe `i` is drawn from `fold_in(key, i)`."""
 
     def one(index):
-        probe = sampler.sample(jr.fold_in(key, index), n, dtype)
+        probe = sampler.sample(_fold_in(key, index), n, dtype)
         if jnp.shape(probe) != (n,):
             raise ValueError(
                 f"`{type(sampler).__name__}.sample` must return an array of shape ({n},) "
@@ -114,6 +114,29 @@ def draw(
         return probe
 
     return jax.vmap(one, out_axes=1)(indices)
+
+
+@jax.custom_batching.custom_vmap
+def _fold_in(key: Array, index: Array) -> Array:
+    """`jax.random.fold_in`. Many indices are taken one by one on CPU: that is as fast as
+    all at once, and compiles in a third of the time."""
+    return jr.fold_in(key, index)
+
+
+@_fold_in.def_vmap
+def _fold_in_many(
+    size: int, batched: list[bool], key: Array, index: Array
+) -> tuple[Array, bool]:
+    key_batched, index_batched = batched
+    axes = 0 if key_batched else None, 0 if index_batched else None
+    at_once = jax.vmap(jr.fold_in, axes)
+    if key_batched:
+        return at_once(key, index), True
+
+    def one_by_one(key, index):
+        return jax.lax.map(lambda i: _fold_in(key, i), index)
+
+    return jax.lax.platform_dependent(key, index, cpu=one_by_one, default=at_once), True
 
 
 def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLike:
