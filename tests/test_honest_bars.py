@@ -239,3 +239,13 @@ def test_moments_of_long_samples(m):
     assert np.allclose(moments.mean, np.mean(kept, axis=0))
     assert np.allclose(moments.independent_std_err, np.sqrt(variance))
     assert np.allclose(moments.skewness, skewness)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5])
+def test_error_that_falls_fast_with_each_probe(rate):
+    """Covered in most draws, and not in the mean alone, where a few bars are large."""
+    matrix = jnp.asarray(hermitian(3, rate ** np.arange(N)))
+    estimator, keys = tx.XNysTraceEstimator(), 1000
+    errors, bars, widths = errors_and_bars(matrix, estimator, 20, keys, PSD)
+    assert_covers(errors, widths, 0.96)
+    assert np.median(bars) < 6 * np.median(np.abs(errors))

@@ -224,7 +224,7 @@ def test_errors_are_those_of_brute_force(cls, naive, factor, m, dtype, improved)
         products = (change * change.conj().T).real
         covariance = np.mean(products[~np.eye(m, dtype=bool)])
         assert np.allclose(estimated, covariance, rtol=1e-7)
-        assert np.allclose(std_err, widened, rtol=1e-6)
+        assert np.allclose(std_err, np.maximum(widened, jackknifed / 5), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
