@@ -58,8 +58,7 @@ def test_there_are_examples():
 
 @functools.cache
 def run():
-    """Nothing is kept for the next run, because to compress a program takes a tenth of
-    the time of its compilation, and no test compiles the same ones."""
+    """Programs are not kept: to compress them for the next run takes a tenth of it."""
     return subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(PAGES),
