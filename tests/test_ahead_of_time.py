@@ -193,8 +193,9 @@ def test_one_function_operator_is_compiled_once():
 # --- Export ---
 
 
-def exported(name, key=KEY):
-    return jax.export.export(jitted(name), platforms=PLATFORMS)(example(), key)
+@ft.cache
+def exported(name):
+    return jax.export.export(jitted(name), platforms=PLATFORMS)(example(), KEY)
 
 
 @everything

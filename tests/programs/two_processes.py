@@ -1,5 +1,5 @@
-"""One of two processes with two devices each (arguments: part, process, port), or one
-process with four (part, single). Prints numbers that the test compares."""
+"""One of two processes with two devices each (arguments: process, port), or one process
+with four (single). Prints numbers that the test compares."""
 
 import sys
 
@@ -13,7 +13,7 @@ import traceax as tx
 
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-PART, PROCESS, *PORT = sys.argv[1:]
+PROCESS, *PORT = sys.argv[1:]
 if PROCESS != "single":
     jax.distributed.initialize(f"127.0.0.1:{PORT[0]}", 2, int(PROCESS))
 assert len(jax.devices()) == 4, jax.devices()
@@ -123,6 +123,8 @@ def errors(matrix):
         show("BITS", f"after {name}", again.value, again.std_err)
 
 
-{"answers": answers, "errors": errors}[PART](common.positive_definite(N))
+MATRIX = common.positive_definite(N)
+answers(MATRIX)
+errors(MATRIX)
 if PROCESS != "single":
     jax.distributed.shutdown()
