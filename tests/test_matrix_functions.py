@@ -329,13 +329,11 @@ def test_preconditioned_krylov_aware():
 
 def of_both_signs(theta):
     matrix = kernel(theta)
-    operators = [
-        lx.MatrixLinearOperator(matrix, PSD),
-        lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag),
-    ]
+    plus = lx.MatrixLinearOperator(matrix, PSD)
+    minus = lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag)
     settings = {"k": 4, "num_steps": 8, "key": KEY}
-    settings["preconditioner"] = with_nystrom(theta, operators[0], KEY)
-    return [tx.logdet(operator, **settings) for operator in operators]
+    settings["preconditioner"] = with_nystrom(theta, plus, KEY)
+    return [tx.logdet(operator, **settings) for operator in (plus, minus)]
 
 
 def test_preconditioner_of_a_negative_operator():
@@ -355,9 +353,8 @@ def test_preconditioner_is_constant():
 
         def value(both):
             scale, preconditioner = both
-            settings = {"k": 4, "num_steps": 8, "key": KEY}
-            settings["preconditioner"] = preconditioner
-            determinant = tx.logdet(operator(scale), **settings).value
+            settings = {"k": 4, "num_steps": 8, "preconditioner": preconditioner}
+            determinant = tx.logdet(operator(scale), key=KEY, **settings).value
             options = {"preconditioner": preconditioner.inverse()}
             solver, ones = lx.CG(rtol=1e-9, atol=1e-9), jnp.ones(N)
             solved = lx.linear_solve(operator(scale), ones, solver, options=options)
@@ -405,8 +402,7 @@ def slope_in_matrix(matrix, function, gradient):
 
 @pytest.mark.parametrize("function", [tx.Log(), tx.Inverse(), tx.Power(-2)])
 def test_gradient_by_solves_equals_that_by_lanczos(function):
-    """With one column in every direction; with more, for the logarithm, in those that
-    commute with A."""
+    """With one column; with more, of the logarithm, in directions commuting with A."""
     matrix = np.exp(-SQUARE / (2 * 0.1**2)) + 0.3 * np.eye(N)
     solver = lx.CG(1e-12, 1e-12)
     slope = ft.partial(compiled, slope_in_matrix, matrix, function)
