@@ -239,20 +239,19 @@ def test_covariance_of_some_pairs(case, monkeypatch):
     @eqx.filter_jit
     def run(matrix, probes):
         sketch = sketch_of(case.estimator, matrix, probes, case.products * m)
-        expansion = sketch.expansion()
-        of = [expansion.covariance(QUANTITIES[name], None) for name in names]
-        return expansion, *(sketch.scale**2 * covariance for covariance in of)
+        expansion, square = sketch.expansion(), sketch.scale**2
+        found = [square * expansion.covariance(QUANTITIES[x], None) for x in names]
+        return expansion, found
 
-    expansion, *covariances = run(matrix, probes)
+    expansion, covariances = run(matrix, probes)
     estimates, pairs = naive(case, matrix, probes)
     index = np.arange(m)
+    ahead = (index[:, None] - index) % m
+    first, near = np.maximum.outer(index, index) < 4, np.minimum(ahead, m - ahead) <= 2
     for name, found in zip(names, covariances, strict=True):
         change = OF_WHOLE[name](pairs) - OF_WHOLE[name](estimates)
-        if name == "diagonal" and isinstance(expansion, OneSided):
-            met = (index[:, None] < 4) & (index < 4)
-        else:
-            distance = (index[:, None] - index) % m
-            met = np.minimum(distance, m - distance) <= 2
+        one_sided = name == "diagonal" and isinstance(expansion, OneSided)
+        met = first if one_sided else near
         product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
@@ -352,8 +351,7 @@ def test_shift_where_auto_takes_signs():
 
     @jax.jit
     def run(matrix, probes):
-        sketch = sketch_of(_XNysDiagOrSigns(), matrix, probes, 5, eps=1e-3)
-        return readings(sketch)
+        return readings(sketch_of(_XNysDiagOrSigns(), matrix, probes, 5, eps=1e-3))
 
     mean, *_ = run(matrix, signs)["diagonal"]
     assert np.allclose(mean, np.mean(signs * (matrix @ signs), axis=1), rtol=1e-9)
