@@ -121,12 +121,14 @@ def test_rounding_in_leaves_and_products():
 
 # Probes that are essential.
 
+RANK_FIVE = [1.0] * 5 + [0.0] * 59
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sketch_one_probe_wider_than_the_rank(dtype):
     """Exact, whatever the probes: 6 of them for rank 5. In one of five draws one probe is
     orthogonal to the null vector to 2%, in float32 once was taken for essential there."""
-    matrix = hermitian(3, [1.0] * 5 + [0.0] * 59, dtype)
+    matrix = hermitian(3, RANK_FIVE, dtype)
     errors, _, widths = errors_and_bars(matrix, tx.XTraceEstimator(), 12, 400)
     assert np.max(np.abs(errors)) < 500 * np.finfo(dtype).eps
     assert_covers(errors, widths, 0.95)
@@ -136,11 +138,9 @@ def test_sketch_one_probe_wider_than_the_rank(dtype):
 def test_xnystrace_wider_than_the_rank(dtype):
     """One or two probes wider than rank 5: exact but for what rounding becomes where the
     others are nearly dependent, and so are nearly all bars."""
-    matrix = hermitian(3, [1.0] * 5 + [0.0] * 59, dtype)
+    matrix, estimator = hermitian(3, RANK_FIVE, dtype), tx.XNysTraceEstimator()
     for k in (6, 7):
-        errors, bars, widths = errors_and_bars(
-            matrix, tx.XNysTraceEstimator(), k, 400, PSD
-        )
+        errors, bars, widths = errors_and_bars(matrix, estimator, k, 400, PSD)
         assert_covers(errors, widths, 0.95)
         eps = float(np.finfo(dtype).eps)
         assert np.median(np.abs(errors)) < 1e4 * eps
@@ -151,8 +151,7 @@ def test_xnystrace_wider_than_the_rank(dtype):
 def without_one(x):
     eps = float(jnp.finfo(x.dtype).eps)
     _, s, vh = thin_svd(x, 4 * eps)
-    loo = leave_one_out(s, vh, eps)
-    return loo.rank, loo.essential
+    return leave_one_out(s, vh, eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,9 +164,9 @@ def test_essential_columns(dtype, decay):
         x = np.random.default_rng(seed).standard_normal((30, 5))
         x = np.linalg.qr(x)[0] * decay ** np.arange(5)
         for mixture in mixtures:
-            rank, essential = without_one(np.c_[x, x @ mixture].astype(dtype))
-            assert rank == 5
-            assert essential.tolist() == [*(mixture == 0), False]
+            loo = without_one(np.c_[x, x @ mixture].astype(dtype))
+            assert loo.rank == 5
+            assert loo.essential.tolist() == [*(mixture == 0), False]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_essential_columns(dtype, decay):
 )
 def test_as_many_probes_as_the_rank(cls, k, tags):
     """Five samples, each of which misses one eigenvalue, the same part of it."""
-    matrix = hermitian(3, [1.0] * 5 + [0.0] * 59, np.float32)
+    matrix = hermitian(3, RANK_FIVE, np.float32)
     errors, _, widths = errors_and_bars(matrix, cls(), k, 4000, tags)
     assert_covers(errors, widths, 0.915)
 
