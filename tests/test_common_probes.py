@@ -96,10 +96,9 @@ def three_calls(first, second, key, **settings):
 def test_is_the_difference_of_two_calls(name):
     """Samples, ends of brackets and of intervals without sampling."""
     settings, dtype = CASES[name]
-    both, single = jax.device_get(three_calls(*pair(dtype), KEY, **settings))
-    (value, successful, stats), (values, all_successful, stacked) = both, single
-    assert successful
-    assert np.all(all_successful)
+    calls = jax.device_get(three_calls(*pair(dtype), KEY, **settings))
+    (value, successful, stats), (values, all_successful, stacked) = calls
+    assert np.all([successful, *all_successful])
     assert value.dtype == values.dtype
     tolerance = 1e-4 if dtype == np.float32 else 1e-9
     close = {"rtol": tolerance, "atol": tolerance}
@@ -346,61 +345,41 @@ def test_products_derivative_and_tolerance():
 FIRST, SECOND = (matrix_free(jnp.asarray(x), PSD) for x in pair())
 SMALLER = matrix_free(jnp.eye(N - 1), PSD)
 SINGLE = matrix_free(jnp.eye(N, dtype=jnp.float32), PSD)
-SETTINGS = {"k": 4, "num_steps": 3, "key": KEY}
 PRECONDITIONER = tx.nystrom_preconditioner(FIRST, rank=4, key=KEY)
+
+
+def of_first(other, function=tx.Log(), *estimator, **settings):
+    settings = {"k": 4, "num_steps": 3, "key": KEY} | settings
+    return tx.trace_difference(FIRST, other, function, *estimator, **settings)
 
 
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
         (
-            lambda: tx.trace_difference(FIRST, SMALLER, tx.Log(), **SETTINGS),
+            lambda: of_first(SMALLER),
             ValueError,
             r"`operator` and `other` must have the same structure.*\(24,\).*\(23,\)",
         ),
+        (lambda: of_first(SINGLE), ValueError, "same structure.*float64.*float32"),
+        (lambda: of_first(np.eye(N)), TypeError, "Wrap a matrix"),
         (
-            lambda: tx.trace_difference(FIRST, SINGLE, tx.Log(), **SETTINGS),
-            ValueError,
-            "same structure.*float64.*float32",
-        ),
-        (
-            lambda: tx.trace_difference(FIRST, np.eye(N), tx.Log(), **SETTINGS),
-            TypeError,
-            "Wrap a matrix",
-        ),
-        (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), tx.KrylovAwareEstimator(), **SETTINGS
-            ),
+            lambda: of_first(SECOND, tx.Log(), tx.KrylovAwareEstimator()),
             TypeError,
             "`estimator` must be an instance of `traceax.SLQEstimator`",
         ),
         (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), **SETTINGS, preconditioner=FIRST
-            ),
+            lambda: of_first(SECOND, preconditioner=FIRST),
             TypeError,
             "`preconditioner` must be an instance",
         ),
         (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Exp(), **SETTINGS, preconditioner=PRECONDITIONER
-            ),
+            lambda: of_first(SECOND, tx.Exp(), preconditioner=PRECONDITIONER),
             ValueError,
             "the function must be its logarithm",
         ),
-        (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), **SETTINGS | {"key": None}
-            ),
-            ValueError,
-            "`key` is missing",
-        ),
-        (
-            lambda: tx.trace_difference(FIRST, SECOND, 3, **SETTINGS),
-            TypeError,
-            "`function`",
-        ),
+        (lambda: of_first(SECOND, key=None), ValueError, "`key` is missing"),
+        (lambda: of_first(SECOND, 3), TypeError, "`function`"),
         (
             lambda: tx.frobenius_products([FIRST, SECOND, SMALLER], k=4, key=KEY),
             ValueError,
