@@ -26,11 +26,7 @@ SPECTRA = {
     "step": np.where(INDEX <= 50, 1.0, 1e-3),
     "i^-1/2": INDEX**-0.5,
 }
-
-
-@pytest.fixture(scope="module")
-def matrices():
-    return np.stack([hermitian(7, each) for each in SPECTRA.values()])
+MATRICES = np.stack([hermitian(7, each) for each in SPECTRA.values()])
 
 
 # Here, and only here, it is not compilation that takes the time: all matrices of a key
@@ -52,11 +48,11 @@ def optimised_traces(matrices, estimator, keys, k):
 
 @pytest.mark.parametrize("m", [10, 30, 60])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_standard_error_is_honest(case, m, matrices):
+def test_standard_error_is_honest(case, m):
     keys = jr.split(jr.key(20261121), NUM_KEYS)
     k = case.products_per_probe * m
-    values, std_errs = optimised_traces(matrices, case.estimator, keys, k)
-    error = np.abs(values - np.trace(matrices, axis1=1, axis2=2))
+    values, std_errs = optimised_traces(MATRICES, case.estimator, keys, k)
+    error = np.abs(values - np.trace(MATRICES, axis1=1, axis2=2))
     for i, spectrum in enumerate(SPECTRA):
         check(error[:, i], np.asarray(std_errs)[:, i], m, spectrum)
 

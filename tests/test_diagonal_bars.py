@@ -43,8 +43,7 @@ def matrices():
     return np.stack([*symmetric, symmetric[1] + np.triu(noise)])
 
 
-# Here it is not compilation that takes the time: all matrices of a key meet the same
-# probes, which are drawn once.
+# Here it is not compilation that takes the time: a key draws its probes once for all.
 @ft.partial(
     jax.jit,
     static_argnames=("estimator", "k", "tags"),
@@ -66,8 +65,7 @@ def found(name, k):
     estimator, tags = ESTIMATORS[name]
     chosen = matrices()[: len(SPECTRA)] if tags else matrices()
     keys = jr.split(jr.key(20261121), NUM_KEYS)
-    arrays = optimised(chosen, estimator, keys, k, tags)
-    return [np.swapaxes(x, 0, 1) for x in arrays]
+    return [np.swapaxes(x, 0, 1) for x in optimised(chosen, estimator, keys, k, tags)]
 
 
 def exact():
