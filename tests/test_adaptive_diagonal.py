@@ -83,7 +83,7 @@ def test_reaches_the_tolerance(estimator, tags, matrix, rtol):
 @every_case
 def test_other_norm_and_gradient(estimator, tags, matrix, rtol):
     """By the largest entry, under `jit`, with the derivative of a fixed budget."""
-    weights = jr.normal(jr.key(0), (N,))
+    weights = np.random.default_rng(0).standard_normal(N)
 
     @eqx.filter_jit
     def both(matrix, k, key):
@@ -95,15 +95,15 @@ def test_other_norm_and_gradient(estimator, tags, matrix, rtol):
         return eqx.filter_grad(loss, has_aux=True)(matrix)
 
     k = budget(atol=rtol, norm=largest, round_size=16)
-    slope, solution = both(jnp.asarray(matrix), k, KEYS[0])
+    slope, solution = both(matrix, k, KEYS[0])
     made = int(solution.stats["num_matvecs"])
     assert solution.result == tx.RESULTS.successful
     row = solution.stats["history"][made // 16 - 1]
-    assert np.isclose(row[1], largest(solution.value))
-    assert np.isclose(row[2], largest(solution.std_err), rtol=1e-6)
-    assert largest(solution.value - np.diag(matrix)) <= 1.5 * rtol
+    assert np.isclose(row[1], np.max(np.abs(solution.value)))
+    assert np.isclose(row[2], np.max(solution.std_err), rtol=1e-6)
+    assert np.max(np.abs(solution.value - np.diag(matrix))) <= 1.5 * rtol
     if estimator in (HUTCHINSON, XDIAG, XNYSDIAG):
-        expected, fixed = both(jnp.asarray(matrix), made, KEYS[0])
+        expected, fixed = both(matrix, made, KEYS[0])
         assert np.allclose(fixed.value, solution.value, rtol=1e-8, atol=1e-10)
         assert np.allclose(slope, expected, rtol=1e-8, atol=1e-10)
 
@@ -149,7 +149,7 @@ def test_bad_norms(norm, message):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "tags"), [(HUTCHINSON, ()), (XDIAG, ()), (XNYSDIAG, PSD), (AUTO, PSD)]
+    ("estimator", "tags"), [(HUTCHINSON, ()), (XDIAG, ()), (AUTO, PSD)]
 )
 def test_resumed_run_is_one_longer_run(estimator, tags):
     operator = matrix_free(jnp.asarray(DECAY), tags)

@@ -44,10 +44,12 @@ def alone(matrix, key, *, function, tags, k=8, num_steps=12, **settings):
 
 @jax.jit
 def over_keys(first, second, keys):
+    matrices = jnp.stack([first, second])
+
     def one(key):
         found = difference(first, second, key, num_steps=8, **LOG)
-        bars = [alone(x, key, num_steps=8, **LOG).std_err for x in (first, second)]
-        return found.value, found.std_err, found.interval(), jnp.stack(bars)
+        bar = lambda matrix: alone(matrix, key, num_steps=8, **LOG).std_err  # noqa: E731
+        return found.value, found.std_err, found.interval(), jax.lax.map(bar, matrices)
 
     return jax.lax.map(one, keys)
 
@@ -78,12 +80,16 @@ CASES = {
 
 @eqx.filter_jit
 def three_calls(first, second, key, **settings):
-    """The difference, and each alone."""
-    found = difference(first, second, key, **settings)
-    singles = [alone(matrix, key, **settings) for matrix in (first, second)]
-    return [
-        (x.value, x.result == tx.RESULTS.successful, x.stats) for x in (found, *singles)
-    ]
+    """The difference, and those of each alone, stacked."""
+
+    def parts(solution):
+        return solution.value, solution.result == tx.RESULTS.successful, solution.stats
+
+    def single(matrix):
+        return parts(alone(matrix, key, **settings))
+
+    found = parts(difference(first, second, key, **settings))
+    return found, jax.lax.map(single, jnp.stack([first, second]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,12 +97,13 @@ def test_is_the_difference_of_two_calls(name):
     """Samples, ends of brackets and of intervals without sampling."""
     settings, dtype = CASES[name]
     calls = jax.device_get(three_calls(*pair(dtype), KEY, **settings))
-    values, successful, (stats, a, b) = zip(*calls, strict=True)
-    assert all(successful)
-    assert len({value.dtype for value in values}) == 1
+    (value, successful, stats), (values, all_successful, stacked) = calls
+    assert np.all([successful, *all_successful])
+    assert value.dtype == values.dtype
     tolerance = 1e-4 if dtype == np.float32 else 1e-9
     close = {"rtol": tolerance, "atol": tolerance}
-    assert np.allclose(values[0], values[1] - values[2], **close)
+    assert np.allclose(value, values[0] - values[1], **close)
+    a, b = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in (0, 1))
     assert np.allclose(stats["samples"], a["samples"] - b["samples"], **close)
     assert stats["num_matvecs"] == a["num_matvecs"] == 8 * 12
     width, *widths = (x["bounds"][1, 0] - x["bounds"][0, 0] for x in (stats, a, b))
@@ -152,14 +159,17 @@ def test_preconditioner():
 def test_derivatives_in_both():
     """Those of two calls with half of the columns."""
     matrices = pair()
-    together = jax.grad(lambda pair: difference(*pair, KEY, **LOG).value)(matrices)
     gradient = tx.LanczosGradient(columns=2)
 
-    def slope(matrix):
-        return jax.grad(lambda x: alone(x, KEY, gradient=gradient, **LOG).value)(matrix)
+    @jax.jit
+    def slopes(matrices):
+        one = lambda x: alone(x, KEY, gradient=gradient, **LOG).value  # noqa: E731
+        both = lambda pair: difference(*pair, KEY, **LOG).value  # noqa: E731
+        return jax.grad(both)(matrices), jax.lax.map(jax.grad(one), jnp.stack(matrices))
 
-    for found, sign, matrix in zip(together, (1, -1), matrices, strict=True):
-        assert np.allclose(found, sign * slope(matrix), rtol=1e-9, atol=1e-11)
+    together, apart = slopes(matrices)
+    for found, sign, expected in zip(together, (1, -1), apart, strict=True):
+        assert np.allclose(found, sign * expected, rtol=1e-9, atol=1e-11)
 
 
 def test_equal_operators():
@@ -287,8 +297,11 @@ def test_products_of_pairs(dtype):
 
     @jax.jit
     def run(matrices, keys):
-        call = lambda key: products(matrices, key, k=8)  # noqa: E731
-        return jax.lax.map(lambda key: (call(key).value, call(key).std_err), keys)
+        def one(key):
+            found = products(matrices, key, k=8)
+            return found.value, found.std_err
+
+        return jax.lax.map(one, keys)
 
     values, bars = (np.asarray(x) for x in run(matrices, KEYS))
     assert values.dtype == dtype
@@ -319,11 +332,19 @@ def test_products_that_underflow_have_bars():
 def test_products_derivative_and_tolerance():
     """The derivative is that of the products at the same probes."""
     matrices = three()
-    probes = np.asarray(tx.RademacherSampler()(KEY, N, 8))
+
+    @jax.jit
+    def run(matrices):
+        def entry(matrices):
+            value = products(matrices, KEY, k=8).value
+            return value[0, 2], value
+
+        slopes, value = jax.grad(entry, has_aux=True)(matrices)
+        return value, slopes, tx.RademacherSampler()(KEY, N, 8)
+
+    value, slopes, probes = map(np.asarray, run(matrices))
     images = np.einsum("pij,jk->pik", matrices, probes)
-    found = products(matrices, KEY, k=8)
-    assert np.allclose(found.value, gram(images) / 8, rtol=1e-12)
-    slopes = jax.grad(lambda x: products(x, KEY, k=8).value[0, 2])(jnp.asarray(matrices))
+    assert np.allclose(value, gram(images) / 8, rtol=1e-12)
     assert np.allclose(slopes[0], images[2] @ probes.T / 8, rtol=1e-10)
     assert np.allclose(slopes[1], 0)
     adaptive = tx.Adaptive(rtol=0.2, max_k=400, round_size=8)
@@ -336,61 +357,41 @@ def test_products_derivative_and_tolerance():
 FIRST, SECOND = (matrix_free(jnp.asarray(x), PSD) for x in pair())
 SMALLER = matrix_free(jnp.eye(N - 1), PSD)
 SINGLE = matrix_free(jnp.eye(N, dtype=jnp.float32), PSD)
-SETTINGS = {"k": 4, "num_steps": 3, "key": KEY}
 PRECONDITIONER = tx.nystrom_preconditioner(FIRST, rank=4, key=KEY)
+
+
+def of_first(other, function=tx.Log(), *estimator, **settings):
+    settings = {"k": 4, "num_steps": 3, "key": KEY} | settings
+    return tx.trace_difference(FIRST, other, function, *estimator, **settings)
 
 
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
         (
-            lambda: tx.trace_difference(FIRST, SMALLER, tx.Log(), **SETTINGS),
+            lambda: of_first(SMALLER),
             ValueError,
             r"`operator` and `other` must have the same structure.*\(24,\).*\(23,\)",
         ),
+        (lambda: of_first(SINGLE), ValueError, "same structure.*float64.*float32"),
+        (lambda: of_first(np.eye(N)), TypeError, "Wrap a matrix"),
         (
-            lambda: tx.trace_difference(FIRST, SINGLE, tx.Log(), **SETTINGS),
-            ValueError,
-            "same structure.*float64.*float32",
-        ),
-        (
-            lambda: tx.trace_difference(FIRST, np.eye(N), tx.Log(), **SETTINGS),
-            TypeError,
-            "Wrap a matrix",
-        ),
-        (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), tx.KrylovAwareEstimator(), **SETTINGS
-            ),
+            lambda: of_first(SECOND, tx.Log(), tx.KrylovAwareEstimator()),
             TypeError,
             "`estimator` must be an instance of `traceax.SLQEstimator`",
         ),
         (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), **SETTINGS, preconditioner=FIRST
-            ),
+            lambda: of_first(SECOND, preconditioner=FIRST),
             TypeError,
             "`preconditioner` must be an instance",
         ),
         (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Exp(), **SETTINGS, preconditioner=PRECONDITIONER
-            ),
+            lambda: of_first(SECOND, tx.Exp(), preconditioner=PRECONDITIONER),
             ValueError,
             "the function must be its logarithm",
         ),
-        (
-            lambda: tx.trace_difference(
-                FIRST, SECOND, tx.Log(), **SETTINGS | {"key": None}
-            ),
-            ValueError,
-            "`key` is missing",
-        ),
-        (
-            lambda: tx.trace_difference(FIRST, SECOND, 3, **SETTINGS),
-            TypeError,
-            "`function`",
-        ),
+        (lambda: of_first(SECOND, key=None), ValueError, "`key` is missing"),
+        (lambda: of_first(SECOND, 3), TypeError, "`function`"),
         (
             lambda: tx.frobenius_products([FIRST, SECOND, SMALLER], k=4, key=KEY),
             ValueError,

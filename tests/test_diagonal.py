@@ -98,19 +98,21 @@ def _derivatives(families, which, estimator, keys, weights, tags):
 
 def derivatives(case, families, num_keys=NUM_KEYS):
     """Of each of several families with each key: `[i, j]` belongs to family i, key j."""
-    # One shape of arguments for all calls.
-    which = np.resize(np.repeat(np.arange(len(families)), num_keys), 2 * NUM_KEYS)
-    keys = jnp.tile(KEYS[:num_keys], -(-2 * NUM_KEYS // num_keys))[: 2 * NUM_KEYS]
-    padded = np.resize(np.stack(families), (4, 3, N, N))
-    args = jnp.asarray(padded), jnp.asarray(which), case.estimator, keys
-    found = _derivatives(*args, jnp.asarray(weights(padded.dtype)), case.tags)
     total = len(families) * num_keys
+    # One shape of arguments for all calls: four families and 80 pairs, the last repeated.
+    pairs = np.minimum(np.arange(-(-total // 80) * 80), total - 1).reshape(-1, 80)
+    padded = np.resize(np.stack(families), (4, 3, N, N))
 
-    def unpad(x):
-        x = np.asarray(x)[:total]
-        return x.reshape(len(families), num_keys, *x.shape[1:])
+    def some(pairs):
+        which, index = pairs // num_keys, pairs % num_keys
+        args = padded, which, case.estimator, KEYS[index], weights(padded.dtype)
+        return jax.device_get(_derivatives(*args, case.tags))
 
-    return jax.tree.map(unpad, found)
+    def join(*parts):
+        found = np.concatenate(parts)[:total]
+        return found.reshape(len(families), num_keys, *found.shape[1:])
+
+    return jax.tree.map(join, *map(some, pairs))
 
 
 def z_scores(samples, exact):
@@ -167,15 +169,16 @@ def test_second_derivative_of_a_linear_family_is_zero(case):
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
-@pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
-def test_low_rank_is_exact(case, scale):
-    """A rank below the number of probes, and derivatives that are finite there."""
-    spectrum = (case.exact_rank >= INDEX) / INDEX
-    matrix = scale * hermitian(6, spectrum)
-    found = derivatives(case, [family(matrix)], 20)
+def test_low_rank_is_exact(case):
+    """A rank below the number of probes, at any scale, and derivatives that are finite
+    there."""
+    matrix = hermitian(6, (case.exact_rank >= INDEX) / INDEX)
+    scales = [1e-100, 1.0, 1e100]
+    found = derivatives(case, [family(scale * matrix) for scale in scales], 20)
     atol = 1e-7 if case.tags else 1e-12
-    assert np.allclose(found.value[0] / scale, np.diag(matrix) / scale, atol=atol, rtol=0)
-    assert np.all(found.std_err[0] <= 10 * atol * scale)
+    for value, std_err, scale in zip(found.value, found.std_err, scales, strict=True):
+        assert np.allclose(value / scale, np.diag(matrix), atol=atol, rtol=0)
+        assert np.all(std_err <= 10 * atol * scale)
     for x in (found.slope, found.along, found.second):
         assert np.all(np.isfinite(x))
 
@@ -341,9 +344,7 @@ def together(stack, estimator, keys, tags):
     return jax.vmap(every_key)(stack)
 
 
-@pytest.mark.parametrize(
-    "case", [HUTCHINSON, XDIAG, XNYSDIAG, AUTO, AUTO_TAGGED], ids=str
-)
+@pytest.mark.parametrize("case", [HUTCHINSON, XDIAG, AUTO, AUTO_TAGGED], ids=str)
 def test_vmap_over_operators_and_keys(case):
     matrices = matrices_for(case, np.float64)
     bad = matrices[0].copy()

@@ -166,8 +166,8 @@ def expanded(estimator, matrix, probes, k):
     sketch = sketch_of(estimator, matrix, probes, k)
     expansion, m = sketch.expansion(), probes.shape[1]
     shared = jnp.sum(summed([expansion.shared]), axis=0) + expansion.shift * jnp.eye(N)
-    changes = [summed(expansion.changes(jnp.full(m, i))) for i in range(m)]
-    arrays = shared + summed(expansion.own()), jnp.stack(changes)
+    without = lambda i: summed(expansion.changes(jnp.full(m, i)))  # noqa: E731
+    arrays = shared + summed(expansion.own()), jax.lax.map(without, jnp.arange(m))
     own = () if sketch.samples is None else (sketch.samples, sketch.std_err)
     left, right = sketch.frame
     return *scaled(sketch, *arrays, own), right @ left.conj().T, readings(sketch)
@@ -229,27 +229,31 @@ def test_is_what_fewer_probes_give(case, m, dtype):
 
 
 @every_case
-@pytest.mark.parametrize("name", ["diagonal", "leaves"])
-def test_covariance_of_some_pairs(case, name, monkeypatch):
+def test_covariance_of_some_pairs(case, monkeypatch):
     """Of more probes than each one is paired with: of the first ones, or of neighbours
     around a circle."""
     monkeypatch.setattr("traceax._kernel.expansion._MET", 4)
-    m, quantity = 7, QUANTITIES[name]
+    m, names = 7, ("diagonal", "leaves")
     matrix, probes = matrix_for(case, np.float64), normal(7, (N, m), np.float64)
-    settings = jnp.asarray(matrix), jnp.asarray(probes), case.products * m
-    sketch = sketch_of(case.estimator, *settings)
-    found = sketch.scale**2 * sketch.expansion().covariance(quantity, None)
 
+    @eqx.filter_jit
+    def run(matrix, probes):
+        sketch = sketch_of(case.estimator, matrix, probes, case.products * m)
+        expansion, square = sketch.expansion(), sketch.scale**2
+        found = [square * expansion.covariance(QUANTITIES[x], None) for x in names]
+        return expansion, found
+
+    expansion, covariances = run(matrix, probes)
     estimates, pairs = naive(case, matrix, probes)
-    change = OF_WHOLE[name](pairs) - OF_WHOLE[name](estimates)
     index = np.arange(m)
-    if name == "diagonal" and isinstance(sketch.expansion(), OneSided):
-        met = (index[:, None] < 4) & (index < 4)
-    else:
-        distance = (index[:, None] - index) % m
-        met = np.minimum(distance, m - distance) <= 2
-    product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
-    assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
+    ahead = (index[:, None] - index) % m
+    first, near = np.maximum.outer(index, index) < 4, np.minimum(ahead, m - ahead) <= 2
+    for name, found in zip(names, covariances, strict=True):
+        change = OF_WHOLE[name](pairs) - OF_WHOLE[name](estimates)
+        one_sided = name == "diagonal" and isinstance(expansion, OneSided)
+        met = first if one_sided else near
+        product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
+        assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
 @every_case
@@ -347,8 +351,7 @@ def test_shift_where_auto_takes_signs():
 
     @jax.jit
     def run(matrix, probes):
-        sketch = sketch_of(_XNysDiagOrSigns(), matrix, probes, 5, eps=1e-3)
-        return readings(sketch)
+        return readings(sketch_of(_XNysDiagOrSigns(), matrix, probes, 5, eps=1e-3))
 
     mean, *_ = run(matrix, signs)["diagonal"]
     assert np.allclose(mean, np.mean(signs * (matrix @ signs), axis=1), rtol=1e-9)

@@ -66,14 +66,18 @@ def by_reverse(ends, estimator, thetas, keys):
 
 
 @eqx.filter_jit
-def by_forward(ends, estimator, theta, key):
-    """Value and slope by forward mode; second derivatives, forward over reverse and
-    reverse over forward."""
-    function = lambda theta: trace_of_curve(ends, estimator, theta, key)  # noqa: E731
-    slope = lambda theta: jax.jvp(function, (theta,), (1.0,))[1]  # noqa: E731
-    at = (theta,), (1.0,)
-    (value, _), (tangent, forward_reverse) = jax.jvp(jax.value_and_grad(function), *at)
-    return value, tangent, forward_reverse, jax.grad(slope)(theta)
+def by_forward(ends, estimator, thetas, keys):
+    """Under `vmap`: the value, its slope by reverse and by forward mode; and second
+    derivatives, forward over reverse and reverse over forward."""
+
+    def one(theta, key):
+        function = lambda theta: trace_of_curve(ends, estimator, theta, key)  # noqa: E731
+        forward = lambda theta: jax.jvp(function, (theta,), (1.0,))[1]  # noqa: E731
+        both = jax.jvp(jax.value_and_grad(function), (theta,), (1.0,))
+        (value, slope), (tangent, forward_reverse) = both
+        return value, slope, tangent, forward_reverse, jax.grad(forward)(theta)
+
+    return jax.vmap(one)(thetas, keys)
 
 
 @ft.cache
@@ -96,22 +100,15 @@ def test_first_and_second_derivatives_are_unbiased(case, dtype):
 
 
 @every_case
-def test_forward_equals_reverse(case):
-    value, first, second = (x[1] for x in derivatives(case, np.float64))
-    args = ends(np.float64), case.estimator, THETAS[1], KEYS[1]
-    again, tangent, forward_reverse, reverse_forward = by_forward(*args)
-    assert np.isclose(again, value, rtol=1e-12, atol=0)
-    assert np.isclose(tangent, first, rtol=1e-12, atol=0)
-    assert np.isclose(forward_reverse, reverse_forward, rtol=1e-12, atol=0)
-    assert np.isclose(forward_reverse, second, rtol=1e-12, atol=0)
-
-
-@every_case
-def test_vmap_of_grad(case):
-    run = jax.grad(ft.partial(trace_of_curve, ends(np.float64), case.estimator))
-    together = jax.jit(jax.vmap(run))(np.asarray(THETAS), KEYS[: len(THETAS)])
-    _, alone, _ = derivatives(case, np.float64)
-    assert np.allclose(together, alone[: len(THETAS)], rtol=1e-10, atol=0)
+def test_forward_equals_reverse_and_vmap_the_loop(case):
+    value, first, second = (x[: len(THETAS)] for x in derivatives(case, np.float64))
+    args = ends(np.float64), case.estimator, np.asarray(THETAS), KEYS[: len(THETAS)]
+    again, slope, tangent, forward_reverse, reverse_forward = by_forward(*args)
+    assert np.allclose(again, value, rtol=1e-12, atol=0)
+    assert np.allclose(slope, first, rtol=1e-12, atol=0)
+    assert np.allclose(tangent, first, rtol=1e-12, atol=0)
+    assert np.allclose(forward_reverse, reverse_forward, rtol=1e-12, atol=0)
+    assert np.allclose(forward_reverse, second, rtol=1e-12, atol=0)
 
 
 def test_complex_parameter():

@@ -78,6 +78,9 @@ def solve(name, matrix, key=KEY, **settings):
     return NORMS[name][0](lx.MatrixLinearOperator(matrix), key=key, **settings)
 
 
+signs = ft.partial(eqx.filter_jit(tx.RademacherSampler()), KEY)  # the probes
+
+
 @eqx.filter_jit
 def value_and_grad(name, matrix, **settings):
     """The solution, and the gradient of the sum over its entries."""
@@ -92,13 +95,13 @@ def value_and_grad(name, matrix, **settings):
 
 @eqx.filter_jit
 def along_keys(name, matrix, direction):
-    """For many keys and 16 probes: value, standard error, and the derivative along a
+    """For many keys and 8 probes: value, standard error, and the derivative along a
     direction of the power that is unbiased."""
     norm, power, _ = NORMS[name]
 
     def one(key):
         def value(matrix):
-            solution = norm(lx.MatrixLinearOperator(matrix), k=16, key=key)
+            solution = norm(lx.MatrixLinearOperator(matrix), k=8, key=key)
             return solution.value, solution.std_err
 
         value, slope, std_err = jax.jvp(value, (matrix,), (direction,), has_aux=True)
@@ -146,10 +149,10 @@ def test_derivatives_of_powers_are_unbiased(name, dtype):
 
 @on_many_keys
 def test_intervals_cover(name, dtype):
-    """At least 95%, by Student's t with 15 degrees of freedom. Below 90% is 4.6 standard
+    """At least 95%, by Student's t with 7 degrees of freedom. Below 90% is 4.6 standard
     deviations less: false alarms 2e-5 for each."""
     matrix, _, values, std_errs, _ = seen(name, dtype)
-    covered = np.abs(values - NORMS[name][2](matrix)) < 2.131 * std_errs
+    covered = np.abs(values - NORMS[name][2](matrix)) < 2.365 * std_errs
     assert np.mean(covered) > 0.90
     assert np.all(std_errs > 0)
 
@@ -187,7 +190,7 @@ def test_rectangular(shape):
     assert np.allclose(exact.value, np.linalg.norm(matrix, "nuc"), rtol=1e-13)
     assert exact.stats["num_matvecs"] == 9
     found = solve("nuclear", matrix, k=4, num_steps=9)
-    probes = np.asarray(tx.RademacherSampler()(KEY, 9, 4))
+    probes = np.asarray(signs(9, 4))
     tall = matrix if shape[0] > 9 else matrix.T
     _, s, vh = np.linalg.svd(tall, full_matrices=False)
     assert np.allclose(found.stats["samples"], s @ (vh @ probes) ** 2, rtol=1e-12)
@@ -197,7 +200,7 @@ def test_rectangular(shape):
 def test_brackets_hold_for_each_probe():
     """At a depth where the quadrature error is large, for p below 4."""
     matrix = general(6, (30, N))
-    probes = np.asarray(tx.RademacherSampler()(KEY, N, 8))
+    probes = np.asarray(signs(N, 8))
     _, s, vh = np.linalg.svd(matrix, full_matrices=False)
     for name in ("p=0.5", "p=3"):
         low, high = solve(name, matrix, k=8, num_steps=4).stats["sample_brackets"].T
@@ -242,15 +245,16 @@ def test_second_derivatives():
     Schatten norms are refused."""
     direction, low_rank = general(8), general(8, (N, 3)) @ general(7, (3, N))
 
-    def square(name, matrix, k, t):
-        return jnp.sum(solve(name, t * matrix, k=k).value ** 2)
+    @eqx.filter_jit
+    def curvature(name, matrix, k):
+        square = lambda t: jnp.sum(solve(name, t * matrix, k=k).value ** 2)  # noqa: E731
+        return jax.grad(jax.grad(square))(1.0)
 
     exact = [(name, direction, N) for name in ("frobenius", "rows")]
     for name, matrix, k in [*exact, (GRAM[0], low_rank, 16)]:
-        curvature = jax.grad(jax.grad(ft.partial(square, name, matrix, k)))(1.0)
-        assert np.allclose(curvature, 2 * np.sum(matrix**2))
+        assert np.allclose(curvature(name, matrix, k), 2 * np.sum(matrix**2))
     with pytest.raises(NotImplementedError, match="Lanczos run has no derivative"):
-        jax.grad(jax.grad(ft.partial(square, "nuclear", direction, N)))(1.0)
+        curvature("nuclear", direction, N)
 
 
 def tree_operator(matrix):
@@ -265,16 +269,16 @@ def tree_operator(matrix):
     return lx.FunctionLinearOperator(mv, inside)
 
 
-@pytest.mark.parametrize(("transpose", "k"), [(False, 3), (True, 3), (True, 7)])
-def test_trees(transpose, k):
-    matrix = general(9, (9, 7))
-    tree = tree_operator(jnp.asarray(matrix))
-    flat = lx.MatrixLinearOperator(jnp.asarray(matrix))
-    pair = (tree.T, flat.T) if transpose else (tree, flat)
-    settings = {"k": k, "num_steps": 5, "key": KEY}
-    found, expected = (tx.schatten_norm(x, 1, **settings) for x in pair)
-    assert np.allclose(found.value, expected.value, rtol=1e-13)
-    assert np.allclose(found.std_err, expected.std_err, rtol=1e-12)
+@pytest.mark.parametrize("k", [3, 7])
+def test_trees(k):
+    """Transposed too, where probes are on the same side."""
+    matrix = jnp.asarray(general(9, (9, 7)))
+    tree, settings = tree_operator(matrix), {"k": k, "num_steps": 5, "key": KEY}
+    expected = tx.schatten_norm(lx.MatrixLinearOperator(matrix), 1, **settings)
+    for operator in (tree, tree.T):
+        found = tx.schatten_norm(operator, 1, **settings)
+        assert np.allclose(found.value, expected.value, rtol=1e-13)
+        assert np.allclose(found.std_err, expected.std_err, rtol=1e-12)
 
 
 def test_rows_have_the_structure_of_the_operator():
@@ -296,18 +300,6 @@ def test_bfloat16(name):
     assert np.all(np.abs(solution.value - exact) < 6 * solution.std_err)
 
 
-def test_ill_conditioned_in_float32():
-    """Singular values down to 1e-6, as accurate as the products: of the Gram matrix those
-    below 3e-4 are noise, and the sum of roots is off by percents."""
-    left, right = (np.linalg.qr(general(i))[0] for i in (11, 12))
-    s = np.where(np.arange(N) < 4, 1.0, 1e-6)
-    matrix = ((left * s) @ right.T).astype(np.float32)
-    settings = {"k": 16, "num_steps": 12}
-    found = solve("p=0.5", matrix, **settings)
-    expected = solve("p=0.5", matrix.astype(np.float64), **settings)
-    assert np.allclose(found.value, expected.value, rtol=3e-3)
-
-
 DECAYING = {
     "to 1e-9": np.geomspace(1, 1e-9, 60),
     "0.7^i": 0.7 ** np.arange(60),
@@ -315,13 +307,16 @@ DECAYING = {
     "noise 1e-4": np.append(0.5 ** np.arange(8), np.linspace(1e-4, 2e-4, 52)),
     "noise 1e-7": np.append(0.5 ** np.arange(8), np.linspace(1e-7, 2e-7, 52)),
     "low rank": np.append(np.ones(30), np.zeros(30)),
+    "small": np.append(np.ones(4), np.full(56, 1e-6)),
 }
+ROTATIONS = [np.linalg.qr(general(i, (60, 60)))[0] for i in (11, 12)]
+NAMES = [name for name in DECAYING for _ in range(6)]
 
 
 @eqx.filter_jit
 def bounds_of(p, matrices, keys):
-    """For each matrix and key: ends of the interval without the sampling error, whether
-    it is reported to be right, and the probes."""
+    """For each matrix and key: the value, ends of the interval without the sampling
+    error, whether it is reported to be right, and the probes."""
 
     def one(pair):
         matrix, key = pair
@@ -329,9 +324,27 @@ def bounds_of(p, matrices, keys):
         solution = tx.schatten_norm(lx.MatrixLinearOperator(matrix), p, **settings)
         right = solution.result == tx.RESULTS.successful
         probes = tx.RademacherSampler()(key, len(matrix), 8)
-        return solution.stats["bounds"][:, 0], right, probes
+        return solution.value, solution.stats["bounds"][:, 0], right, probes
 
     return jax.lax.map(one, (matrices, keys))
+
+
+@ft.cache
+def in_both_precisions(p):
+    """The matrices, diagonal or rotated, and `bounds_of` in float32 and in float64."""
+    pairs = [(np.diag(s), (ROTATIONS[0] * s) @ ROTATIONS[1].T) for s in DECAYING.values()]
+    matrices = np.repeat(np.concatenate(pairs), 3, axis=0).astype(np.float32)
+    keys = jr.split(jr.key(1), len(matrices))
+    wide = matrices.astype(np.float64)
+    found = [[*map(np.asarray, bounds_of(p, x, keys))] for x in (matrices, wide)]
+    return wide, *found
+
+
+def test_ill_conditioned_in_float32():
+    """Singular values down to 1e-6, as accurate as the products: of the Gram matrix those
+    below 3e-4 are noise, and the sum of roots is off by percents."""
+    _, (found, *_), (expected, *_) = in_both_precisions(0.5)
+    assert np.allclose(found[-6:], expected[-6:], rtol=3e-3)
 
 
 @pytest.mark.parametrize("p", [0.5, 1])
@@ -339,22 +352,12 @@ def test_bounds_of_small_singular_values_in_float32(p):
     """For the same probes, to the rounding floor: they hold. Where no singular value is
     near the machine epsilon they are no wider than in float64, but for rounding, which at
     either end is at most twice the floor where nothing is flagged and no error larger."""
-    rotations = [np.linalg.qr(general(i, (60, 60)))[0] for i in (11, 12)]
-    names, matrices = [], []
-    for name, s in DECAYING.items():
-        rotated = (rotations[0] * s) @ rotations[1].T
-        names += [name] * 6
-        matrices += [np.diag(s)] * 3 + [rotated] * 3
-    matrices, eps = np.array(matrices, np.float32), np.finfo(np.float32).eps
-    keys = jr.split(jr.key(1), len(matrices))
-    bounds, right, probes = map(np.asarray, bounds_of(p, matrices, keys))
-    assert np.all(right)
-    wide = matrices.astype(np.float64)
-    expected = np.asarray(bounds_of(p, wide, keys)[0])
-    for i, name in enumerate(names):
+    wide, (_, bounds, right, probes), (_, expected, *_) = in_both_precisions(p)
+    for i, name in enumerate(NAMES[:-6]):  # "small" may be flagged
+        assert right[i]
         _, s, vh = np.linalg.svd(wide[i])
         exact = np.mean(s**p @ (vh @ probes[i]) ** 2) ** (1 / p)
-        floor = (2 + 60**0.5) * eps / p * exact
+        floor = (2 + 60**0.5) * np.finfo(np.float32).eps / p * exact
         assert bounds[i, 0] - floor <= exact <= bounds[i, 1] + floor
         if name not in ("noise 1e-7", "low rank"):
             assert np.ptp(bounds[i]) <= 1.01 * np.ptp(expected[i]) + 4 * floor
