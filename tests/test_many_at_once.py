@@ -52,10 +52,9 @@ def log_trace_exp(operator, s):
     return tx.log_trace_exp(operator, s, k=4, num_steps=N, key=KEY).value
 
 
-def one_of_several(operator, s):
-    functions = [jnp.tanh, jnp.exp]
-    chosen = lambda x: jax.lax.switch((2 * s).astype(int), functions, x)  # noqa: E731
-    return trace_of(operator, chosen)
+def several(operator, s):
+    functions, i = [jnp.tanh, jnp.exp], (2 * s).astype(int)
+    return trace_of(operator, lambda x: jax.lax.switch(i, functions, x))
 
 
 # Tags, a call, its settings, and the function of eigenvalues for each scale.
@@ -65,19 +64,9 @@ CALLS = {
     "arnoldi": ((), exp, {}, lambda x, s: np.exp(-s * x)),
     "general inverse": ((), inverse, {}, lambda x, s: 1 / (x + s)),
     "exact": (PSD, exp, {"k": N}, lambda x, s: np.exp(-s * x)),
-    "blocks": (
-        PSD,
-        inverse,
-        {"execution": tx.Local(block_size=2)},
-        lambda x, s: 1 / (x + s),
-    ),
+    "blocks": (PSD, inverse, {"execution": tx.Local(2)}, lambda x, s: 1 / (x + s)),
     "log_trace_exp": (PSD, log_trace_exp, {}, lambda x, s: np.exp(s * x)),
-    "several functions": (
-        PSD,
-        one_of_several,
-        {},
-        lambda x, s: np.tanh(x) if s < 0.5 else np.exp(x),
-    ),
+    "several": (PSD, several, {}, lambda x, s: np.tanh(x) if s < 0.5 else np.exp(x)),
 }
 
 
@@ -91,12 +80,9 @@ def test_vmap_over_parameters_costs_no_product(name):
     jax.effects_barrier()
     assert len(calls) == (N if name == "exact" else 4 * N)
     nodes, basis = np.linalg.eigh(MATRIX)
-    weights = np.mean((basis.T @ PROBES) ** 2, axis=1)
-    if name == "exact":
-        weights = np.ones(N)
-    expected = np.array([np.sum(weights * function(nodes, s)) for s in SCALES])
-    if name == "log_trace_exp":
-        expected = np.log(expected)
+    weights = 1 if name == "exact" else np.mean((basis.T @ PROBES) ** 2, axis=1)
+    expected = [np.sum(weights * function(nodes, s)) for s in SCALES]
+    expected = np.log(expected) if name == "log_trace_exp" else expected
     assert np.allclose(together, expected, rtol=1e-9)
 
 

@@ -156,13 +156,10 @@ def value_and_slope(make, call=hutchinson):
 def all_values_and_slopes(*makes):
     """In one program, by the names of the operators."""
 
-    def fn(xs, execution):
-        return {
-            make.__name__: value_and_slope(make)(x, execution)
-            for make, x in zip(makes, xs, strict=True)
-        }
-
-    return fn
+    return lambda xs, execution: {
+        make.__name__: value_and_slope(make)(x, execution)
+        for make, x in zip(makes, xs, strict=True)
+    }
 
 
 def second(make, call=hutchinson):
