@@ -60,17 +60,19 @@ def solution_and_gradient(operator, matrix, estimator, k, **settings):
 
 
 @eqx.filter_jit
-def _estimate(matrix, estimator, k, tags):
+def _estimate(matrix, estimator, k, tags, gradient):
     def operator(matrix):
         return matrix_free(matrix, tags)
 
-    return solution_and_gradient(operator, matrix, estimator, k)
+    if gradient:
+        return solution_and_gradient(operator, matrix, estimator, k)
+    return trace(operator(matrix), estimator, k), None
 
 
-def estimate(matrix, estimator, k, tags=None):
+def estimate(matrix, estimator, k, tags=None, gradient=True):
     """Solution and gradients, as NumPy arrays, of a matrix whose product is known."""
     tags = tags_of(estimator) if tags is None else tags
-    return as_numpy(_estimate(matrix, estimator, k, tags))
+    return as_numpy(_estimate(matrix, estimator, k, tags, gradient))
 
 
 def as_numpy(tree):

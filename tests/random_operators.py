@@ -74,7 +74,7 @@ class Recipe(NamedTuple):
         zero = generator.permutation(n)[: min(self.zeros, n - 1)]
         matrix[zero], matrix[:, zero] = 0, 0
         power = 10.0 ** round(self.scale * (1.5 if dtype == HALF else 30))
-        return jnp.asarray((power * matrix).astype(dtype))
+        return (power * matrix).astype(dtype)
 
     def rotated(self, eigenvalues, dtype, generator):
         n = len(eigenvalues)
@@ -111,7 +111,7 @@ SEEDS = st.integers(0, 2**31)
 def made(batch, call):
     """The matrices of several recipes, stacked, for a call."""
     kind = QUANTITIES[call.quantity].kind
-    return jnp.stack([each.matrix(call.n, call.dtype, kind) for each in batch])
+    return np.stack([each.matrix(call.n, call.dtype, kind) for each in batch])
 
 
 # --- structures ---

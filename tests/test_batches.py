@@ -1,6 +1,7 @@
 """Curvature over batches: the operator of all data, in the memory of one batch."""
 
 import contextlib
+import functools as ft
 
 import equinox as eqx
 import jax
@@ -23,12 +24,12 @@ BATCHES, EXAMPLES, INPUTS, HIDDEN = 8, 4, 3, 2
 def data(seed, batches=BATCHES, examples=EXAMPLES, inputs=INPUTS):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batches, examples, inputs))
-    return {"x": jnp.asarray(x), "y": jnp.asarray(np.sin(x.sum(axis=-1)))}
+    return {"x": x, "y": np.sin(x.sum(axis=-1))}
 
 
 def point(inputs=INPUTS, hidden=HIDDEN):
     a, b = np.random.default_rng(5).standard_normal((2, inputs, hidden))
-    return {"a": jnp.asarray(a), "b": jnp.asarray(b[0]), "name": "tanh"}
+    return {"a": a, "b": b[0], "name": "tanh"}
 
 
 def outputs(w, batch):
@@ -80,39 +81,55 @@ MAKERS = [hessian, ggn, fisher]
 every_operator = pytest.mark.parametrize("make", MAKERS)
 
 
+def trace_by_signs(operator):
+    settings = {"k": 3, "key": jr.key(1), "throw": False}
+    return tx.trace(operator, tx.HutchinsonEstimator(), **settings).value
+
+
+def everything(fn):
+    """Value and gradient of the first of what `fn` returns, both of them and their
+    derivative in a direction; and the second."""
+    arrays, static = eqx.partition((point(), data(0)), eqx.is_array)
+    slope = jax.value_and_grad(lambda x: fn(*eqx.combine(x, static)), has_aux=True)
+
+    def both(x):
+        (value, matrix), gradient = slope(x)
+        return (value, gradient), matrix
+
+    direction = jax.tree.map(np.cos, arrays)
+    *found, matrix = jax.jit(lambda *x: jax.jvp(both, *x, has_aux=True))(
+        (arrays,), (direction,)
+    )
+    return found, matrix
+
+
+@ft.cache
+def of_all_data(make):
+    def over_all(w, batches):
+        matrix = dense(make, w, batches)
+        params = eqx.filter(w, eqx.is_array)
+        structure = jax.eval_shape(lambda: params)
+        _, unravel = ravel_pytree(params)
+        mv = lambda v: unravel(matrix @ ravel_pytree(v)[0])  # noqa: E731
+        return trace_by_signs(lx.FunctionLinearOperator(mv, structure)), matrix
+
+    return everything(over_all)
+
+
 @every_operator
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_is_the_operator_of_all_data(make, at_once):
     """Matrix, trace of it, and first and second derivatives of the trace, in parameters
     and in data."""
-    w, batches = point(), data(0)
-    arrays, static = eqx.partition((w, batches), eqx.is_array)
-    direction = jax.tree.map(jnp.cos, arrays)
 
-    def trace(operator):
-        estimator = tx.HutchinsonEstimator()
-        settings = {"k": 3, "key": jr.key(1), "throw": False}
-        return tx.trace(operator, estimator, **settings).value
+    def over_batches(w, batches):
+        operator = make(w, batches, at_once)
+        return trace_by_signs(operator), operator.as_matrix()
 
-    def over_batches(arrays):
-        return trace(make(*eqx.combine(arrays, static), at_once))
-
-    def over_all(arrays):
-        matrix = dense(make, *eqx.combine(arrays, static))
-        params = eqx.filter(eqx.combine(arrays, static)[0], eqx.is_array)
-        structure = jax.eval_shape(lambda: params)
-        _, unravel = ravel_pytree(params)
-        mv = lambda v: unravel(matrix @ ravel_pytree(v)[0])  # noqa: E731
-        return trace(lx.FunctionLinearOperator(mv, structure))
-
-    def everything(fn):
-        return jax.jit(lambda *xs: jax.jvp(jax.value_and_grad(fn), *xs))(
-            (arrays,), (direction,)
-        )
-
-    operator = make(w, batches, at_once)
-    close("matrix", operator.as_matrix(), dense(make, w, batches), 1e-13)
-    close("", everything(over_batches), everything(over_all), 1e-11)
+    found, matrix = everything(over_batches)
+    expected, expected_matrix = of_all_data(make)
+    close("matrix", matrix, expected_matrix, 1e-13)
+    close("", found, expected, 1e-11)
 
 
 @every_operator
@@ -127,7 +144,7 @@ def test_without_batches():
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)
     operator = tx.empirical_fisher(lambda w: losses(w, whole), w)
     assert lx.is_positive_semidefinite(operator)
-    close("", operator.as_matrix(), dense(fisher, w, batches), 1e-13)
+    close("", jax.jit(lambda: operator.as_matrix())(), of_all_data(fisher)[1], 1e-13)
 
 
 def test_keys_in_batches():
@@ -196,14 +213,14 @@ def test_new_data_compile_nothing():
 
 def test_closures_and_vmap():
     """Derivatives in what `f` closes over, batched."""
-    w, batches, scales = point(), data(0), jnp.array([1.0, 2.0])
+    w, batches, scales = point(), data(0), np.array([1.0, 2.0])
 
     def trace(scale):
         operator = tx.hessian(lambda w, b: scale**3 * total(w, b), w, batches)
-        settings = {"k": 3, "key": jr.key(0), "throw": False}
-        return tx.trace(operator, tx.HutchinsonEstimator(), **settings).value
+        return trace_by_signs(operator)
 
-    values, slopes = jax.vmap(jax.value_and_grad(trace))(scales)
+    both = jax.jit(jax.vmap(jax.value_and_grad(trace)))(scales)
+    values, slopes = map(np.asarray, both)
     np.testing.assert_allclose(slopes, 3 * values / scales, rtol=1e-12)
     np.testing.assert_allclose(values[1], 8 * values[0], rtol=1e-12)
 
@@ -227,26 +244,31 @@ def test_data_on_devices(split):
         line for line in compiled.as_text().splitlines() if " all-reduce(" in line
     )
     assert looping == (split == "examples")
-    close("", product(w, batches, w), ggn(w, data(0)).mv(w), 1e-13)
+    close("", compiled(w, batches, w), ggn(w, data(0)).mv(w), 1e-13)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_data_and_probes_on_devices(split):
-    w, (spec, at_once) = eqx.filter(point(), eqx.is_array), SPLITS[split]
-
-    def trace(w, batches, execution):
+@ft.partial(jax.jit, static_argnums=(2, 3))
+def trace_and_slope(w, batches, at_once, execution):
+    def trace(w):
         operator, estimator = ggn(w, batches, at_once), tx.HutchinsonEstimator()
         operator += 0.1 * lx.IdentityLinearOperator(operator.in_structure())
         settings = {"k": 6, "key": jr.key(0), "throw": False, "execution": execution}
         return tx.trace(operator, estimator, **settings).value
 
+    return jax.value_and_grad(trace)(w)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_data_and_probes_on_devices(split):
+    w, (spec, at_once) = eqx.filter(point(), eqx.is_array), SPLITS[split]
     batches = jax.device_put(data(0), NamedSharding(MESH, spec))
-    both = jax.jit(jax.value_and_grad(trace), static_argnums=2)
-    compiled = both.lower(w, batches, tx.Sharded(MESH)).compile()
+    arguments = w, batches, at_once, tx.Sharded(MESH)
+    compiled = trace_and_slope.lower(*arguments).compile()
     # Nothing is gathered but a number or two from each of the two groups of devices.
     gathered = [shape for kind, shape in collectives(compiled) if kind != "all-reduce"]
     assert set(gathered) <= {(2,), (2, 1)}, gathered
-    close("", compiled(w, batches), both(w, data(0), tx.Local()), 1e-12)
+    expected = trace_and_slope(w, data(0), 1, tx.Local())
+    close("", compiled(w, batches), expected, 1e-12)
 
 
 @pytest.mark.parametrize(

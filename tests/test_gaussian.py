@@ -79,18 +79,19 @@ def test_value_and_gradient(dtype):
 
     parameters, residual = PARAMETERS.astype(dtype), RESIDUAL.astype(dtype)
     keys = jr.split(jr.key(20261122), KEYS)
-    (values, (bars, parts, left_over)), (slopes, along) = run(parameters, residual, keys)
+    found = jax.tree.map(np.asarray, run(parameters, residual, keys))
+    (values, (bars, parts, left_over)), (slopes, along) = found
     exact, in_matrix, in_residual = exact_of(kernel(PARAMETERS), RESIDUAL)
     assert values.dtype == bars.dtype == dtype
     # Rounding of the parameters, beside eigenvalues above 0.1, and of sums of n terms.
     tolerance = 2e3 * rounding
-    values, bars = np.asarray(values, float), np.asarray(bars, float)
+    values, bars = values.astype(float), bars.astype(float)
     assert z_score(values, exact) < 4.5 or np.abs(np.mean(values) - exact) < tolerance
     assert np.mean(np.abs(values - exact) <= 2.093 * bars) >= 0.88
     spread = np.mean(np.var(parts, axis=1, ddof=1)) / 20
     assert 0.6 < spread / np.var(values) < 1.6
     for i, slope in enumerate(slopes_of_kernel()):
-        samples, exact = np.asarray(slopes[:, i], float), np.sum(in_matrix * slope)
+        samples, exact = slopes[:, i].astype(float), np.sum(in_matrix * slope)
         close = np.abs(np.mean(samples) - exact) < tolerance * np.abs(exact)
         assert z_score(samples, exact) < 4.5 or close
     assert np.max(left_over) < 10 * rounding**0.5
@@ -103,18 +104,17 @@ def test_exact_budget_on_pytrees():
     matrix = kernel(PARAMETERS)
     value, in_matrix, in_residual = exact_of(matrix, RESIDUAL)
     split = lambda v: {"a": v[:10].reshape(2, 5), "b": v[10:]}  # noqa: E731
-    joined = lambda tree: jnp.concatenate([tree["a"].reshape(-1), tree["b"]])  # noqa: E731
+    joined = lambda tree, np=np: np.concatenate([tree["a"].reshape(-1), tree["b"]])  # noqa: E731
 
-    @eqx.filter_jit
     def run(matrix, residual):
         structure = jax.eval_shape(lambda: residual)
-        mv = lambda tree: split(matrix @ joined(tree))  # noqa: E731
+        mv = lambda tree: split(matrix @ joined(tree, jnp))  # noqa: E731
         operator = lx.FunctionLinearOperator(mv, structure, PSD)
         found = tx.gaussian_log_prob(operator, residual, k=N, solver=lx.Cholesky())
         return found.value, found
 
-    slope = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-    (found, solution), slopes = slope(jnp.asarray(matrix), split(jnp.asarray(RESIDUAL)))
+    slope = eqx.filter_jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
+    (found, solution), slopes = slope(matrix, split(RESIDUAL))
     assert np.allclose(found, value, rtol=1e-12)
     assert np.allclose(slopes[0], in_matrix, rtol=1e-9, atol=1e-9)
     for tree, exact in (
@@ -132,7 +132,7 @@ def test_exact_budget_on_pytrees():
 def test_bracket_becomes_the_interval():
     """Of the log-determinant, with the signs exchanged."""
     matrix = kernel(PARAMETERS)
-    found = log_prob(matrix, RESIDUAL, num_steps=3)
+    found = jax.tree.map(np.asarray, log_prob(matrix, RESIDUAL, num_steps=3))
     determinant = found.stats["logdet"]
     rest = found.stats["quadratic_form"] + N * np.log(2 * np.pi)
     low, high = -(np.array(determinant.interval()) + rest) / 2
@@ -200,7 +200,7 @@ def test_several_residuals_share_the_determinant():
     for count in (1, 3):
         factors = np.arange(1.0, count + 1)
         seen.clear()
-        values, products, steps = jax.block_until_ready(run(factors[:, None] * RESIDUAL))
+        values, products, steps = map(np.asarray, run(factors[:, None] * RESIDUAL))
         jax.effects_barrier()
         exact = [exact_of(matrix, factor * RESIDUAL)[0] for factor in factors]
         assert np.allclose(values - values[0], exact - exact[0], rtol=1e-10)

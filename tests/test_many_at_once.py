@@ -17,6 +17,7 @@ KEY = jr.key(0)
 PSD = lx.positive_semidefinite_tag
 SCALES = np.array([0.3, 0.5, 2.0])
 MATRIX = hermitian(0, np.geomspace(0.1, 3, N))
+PROBES = np.asarray(tx.RademacherSampler()(KEY, N, 4))
 
 
 def counting(matrix, tags):
@@ -35,53 +36,54 @@ def counting(matrix, tags):
 
 
 def trace_of(operator, function, **settings):
-    settings = {"k": 4, "num_steps": 6, "key": KEY} | settings
+    settings = {"k": 4, "num_steps": N, "key": KEY} | settings
     return tx.trace_of_function(operator, function, **settings).value
 
 
+def exp(operator, s, **settings):
+    return trace_of(operator, tx.Exp(-s), **settings)
+
+
+def inverse(operator, s, **settings):
+    return trace_of(operator, tx.Inverse(s), **settings)
+
+
+def log_trace_exp(operator, s):
+    return tx.log_trace_exp(operator, s, k=4, num_steps=N, key=KEY).value
+
+
+def several(operator, s):
+    functions, i = [jnp.tanh, jnp.exp], (2 * s).astype(int)
+    return trace_of(operator, lambda x: jax.lax.switch(i, functions, x))
+
+
+# Tags, a call, its settings, and the function of eigenvalues for each scale.
 CALLS = {
-    "exp": (PSD, lambda operator, s: trace_of(operator, tx.Exp(-s))),
-    "inverse": (PSD, lambda operator, s: trace_of(operator, tx.Inverse(s))),
-    "arnoldi": ((), lambda operator, s: trace_of(operator, tx.Exp(-s))),
-    "general inverse": ((), lambda operator, s: trace_of(operator, tx.Inverse(s))),
-    "exact": (PSD, lambda operator, s: trace_of(operator, tx.Exp(-s), k=N)),
-    "blocks": (
-        PSD,
-        lambda operator, s: trace_of(
-            operator, tx.Inverse(s), execution=tx.Local(block_size=2)
-        ),
-    ),
-    "log_trace_exp": (
-        PSD,
-        lambda operator, s: (
-            tx.log_trace_exp(operator, s, k=4, num_steps=6, key=KEY).value
-        ),
-    ),
-    "several functions": (
-        PSD,
-        lambda operator, s: trace_of(
-            operator,
-            lambda x: jax.lax.switch((2 * s).astype(int), [jnp.tanh, jnp.exp], x),
-        ),
-    ),
+    "exp": (PSD, exp, {}, lambda x, s: np.exp(-s * x)),
+    "inverse": (PSD, inverse, {}, lambda x, s: 1 / (x + s)),
+    "arnoldi": ((), exp, {}, lambda x, s: np.exp(-s * x)),
+    "general inverse": ((), inverse, {}, lambda x, s: 1 / (x + s)),
+    "exact": (PSD, exp, {"k": N}, lambda x, s: np.exp(-s * x)),
+    "blocks": (PSD, inverse, {"execution": tx.Local(2)}, lambda x, s: 1 / (x + s)),
+    "log_trace_exp": (PSD, log_trace_exp, {}, lambda x, s: np.exp(s * x)),
+    "several": (PSD, several, {}, lambda x, s: np.tanh(x) if s < 0.5 else np.exp(x)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_vmap_over_parameters_costs_no_product(name):
-    tags, call = CALLS[name]
+    """As many as one call makes; and each value is that of dense matrix functions, which
+    as many steps as there are dimensions give to rounding."""
+    tags, call, settings, function = CALLS[name]
     operator, calls = counting(MATRIX, tags)
-    one_by_one = []
-    for scale in SCALES:
-        calls.clear()
-        one_by_one.append(call(operator, jnp.array(scale)))
-        jax.effects_barrier()
-        single = len(calls)
-    assert single == (N if name == "exact" else 24)
-    calls.clear()
-    together = jax.jit(jax.vmap(lambda s: call(operator, s)))(jnp.asarray(SCALES))
-    assert np.allclose(together, jnp.stack(one_by_one), rtol=1e-9)
-    assert len(calls) == single
+    together = jax.jit(jax.vmap(lambda s: call(operator, s, **settings)))(SCALES)
+    jax.effects_barrier()
+    assert len(calls) == (N if name == "exact" else 4 * N)
+    nodes, basis = np.linalg.eigh(MATRIX)
+    weights = 1 if name == "exact" else np.mean((basis.T @ PROBES) ** 2, axis=1)
+    expected = [np.sum(weights * function(nodes, s)) for s in SCALES]
+    expected = np.log(expected) if name == "log_trace_exp" else expected
+    assert np.allclose(together, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -92,27 +94,26 @@ def test_shifted_inverse(tags, dtype):
     operator and in the shift; and the exact answer."""
     matrix = MATRIX.astype(dtype)
 
-    @jax.jit
-    def shifted(shift, matrix):
+    def shifted(shift, matrix, **settings):
         operator = lx.MatrixLinearOperator(matrix, tags)
-        return trace_of(operator, tx.Inverse(shift), num_steps=N, throw=False)
+        return trace_of(operator, tx.Inverse(shift), throw=False, **settings)
 
-    @jax.jit
     def plain(shift, matrix):
         operator = lx.MatrixLinearOperator(matrix + shift * jnp.eye(N, dtype=dtype), tags)
-        return trace_of(operator, tx.Inverse(), num_steps=N, throw=False)
+        return trace_of(operator, tx.Inverse(), throw=False)
 
-    shift = dtype(0.2)
+    @jax.jit
+    def run(*of):
+        both = [jax.value_and_grad(f, argnums=(0, 1))(*of) for f in (shifted, plain)]
+        return *both, shifted(*of, k=N)
+
     tolerance = {"rtol": 2e3 * float(np.finfo(dtype).eps)}
-    assert np.allclose(shifted(shift, matrix), plain(shift, matrix), **tolerance)
-    ours, theirs = (jax.grad(f, argnums=(0, 1))(shift, matrix) for f in (shifted, plain))
+    (value, ours), (other, theirs), exact = run(dtype(0.2), matrix)
+    assert np.allclose(value, other, **tolerance)
     assert np.allclose(ours[1], theirs[1], atol=tolerance["rtol"] * 10)
     inverse = np.linalg.inv(MATRIX + 0.2 * np.eye(N))
-    probes = np.asarray(tx.RademacherSampler()(KEY, N, 4))
-    slope = -np.mean(np.sum((inverse @ probes) ** 2, axis=0))
+    slope = -np.mean(np.sum((inverse @ PROBES) ** 2, axis=0))
     assert np.allclose(ours[0], slope, **tolerance)
-    operator = lx.MatrixLinearOperator(matrix, tags)
-    exact = trace_of(operator, tx.Inverse(0.2), k=N)
     assert np.allclose(exact, np.trace(inverse), **tolerance)
 
 
@@ -122,9 +123,8 @@ def test_bracket_of_a_shifted_inverse():
     operator = lx.MatrixLinearOperator(matrix, PSD)
     settings = {"k": 4, "num_steps": 6, "key": KEY}
     solution = tx.trace_of_function(operator, tx.Inverse(0.01), **settings)
-    probes = np.asarray(tx.RademacherSampler()(KEY, N, 4))
     inverse = np.linalg.inv(matrix + 0.01 * np.eye(N))
-    exact = np.sum(probes * (inverse @ probes), axis=0)
+    exact = np.sum(PROBES * (inverse @ PROBES), axis=0)
     low, high = np.asarray(solution.stats["sample_brackets"]).T
     assert np.all((low <= exact + 1e-9) & (exact <= high + 1e-9))
 

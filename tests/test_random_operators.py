@@ -304,14 +304,23 @@ def outside(projector, probes):
     return rest * np.sqrt((n - rank) / np.sum(rest**2, axis=0))
 
 
+@eqx.filter_jit
+def sample(sampler, key, n, count):
+    return sampler(key, n, count)
+
+
+def sampled(*of):
+    return np.asarray(sample(*of))
+
+
 def hutchinson(call, matrix, key):
-    probes = np.asarray(tx.RademacherSampler()(key, call.n, call.k))
+    probes = sampled(tx.RademacherSampler(), key, call.n, call.k)
     return probes @ probes.T / call.k, 1
 
 
 def hutchpp(call, matrix, key):
     m, count = call.k // 3, call.k - call.k // 3
-    probes = np.asarray(tx.SphereSampler()(key, call.n, count))
+    probes = sampled(tx.SphereSampler(), key, call.n, count)
     basis, condition = projector(matrix @ probes[:, :m])
     rest = outside(basis, probes[:, m:])
     return basis + rest @ rest.T / (count - m), condition
@@ -319,7 +328,7 @@ def hutchpp(call, matrix, key):
 
 def leave_one_out(m, call, matrix, key):
     """The mean of what each probe tells of the basis from the others."""
-    probes, total = np.asarray(tx.SphereSampler()(key, call.n, m)), 0
+    probes, total = sampled(tx.SphereSampler(), key, call.n, m), 0
     for i in range(m):
         basis, condition = projector(matrix @ np.delete(probes, i, axis=1))
         rest = outside(basis, probes[:, [i]])
@@ -329,7 +338,7 @@ def leave_one_out(m, call, matrix, key):
 
 def form(function, slope, call, matrix, key):
     """The derivative of the mean of `z* f(A) z`."""
-    probes = np.asarray(tx.RademacherSampler()(key, call.n, call.k))
+    probes = sampled(tx.RademacherSampler(), key, call.n, call.k)
     nodes, basis = np.linalg.eigh(matrix)
     a, b = nodes[:, None], nodes
     near = np.abs(a - b) < 1e-5 * np.maximum(a, b)
@@ -363,7 +372,8 @@ def test_gradient_is_that_of_the_frozen_form(name, batch, seed):
     settings = {"gradient": tx.LanczosGradient(33)} if krylov else {}
     matrices = made(batch, call)
     forget_if_many()
-    found, successful = gradients(call, matrices, keys(seed), **settings)
+    slopes = gradients(call, matrices, keys(seed), **settings)
+    found, successful = map(np.asarray, slopes)
     for i, matrix in enumerate(matrices):
         if not krylov:
             assert np.all(np.isfinite(found[i]))

@@ -1,5 +1,6 @@
 """Vectors split over rows, on meshes of (2, 2) and (2, 4) devices."""
 
+import functools as ft
 import math
 
 import jax
@@ -47,6 +48,9 @@ def dense(x):
     return lx.MatrixLinearOperator(x, PSD)
 
 
+DATA = {stencil: DIAGONAL, dense: np.asarray(positive_definite(128))}
+
+
 def trace(estimator):
     def call(operator, execution):
         settings = {"key": some_key(), "execution": execution, "throw": False}
@@ -73,20 +77,27 @@ def sent(call, *x):
     return collectives(jax.jit(call).lower(*x).compile())
 
 
-def agree(call, make, x, placed, execution, rtol=1e-10):
+def run(name, make, where, x):
+    """Value, error bar and gradient, and what is sent for them."""
+
+    def value(x):
+        solution = CALLS[name](make(x), where)
+        return solution.value, solution.std_err
+
+    compiled = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(x).compile()
+    return compiled(x), collectives(compiled)
+
+
+@ft.cache
+def on_one_device(name, make):
+    return run(name, make, tx.Local(), DATA[make])[0]
+
+
+def agree(name, make, placed, execution, rtol=1e-10):
     """Value, error bar and gradient are those of one device. What is sent for them."""
-
-    def run(where, x):
-        def value(x):
-            solution = call(make(x), where)
-            return solution.value, solution.std_err
-
-        compiled = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(x).compile()
-        return compiled(x), collectives(compiled)
-
-    ((value, std_err), slope), _ = run(tx.Local(), x)
+    (value, std_err), slope = on_one_device(name, make)
     assert np.isfinite(value), value
-    ((found, bar), split), told = run(execution, placed)
+    ((found, bar), split), told = run(name, make, execution, placed)
     assert np.isfinite(bar), bar
     # Orthonormal bases of the same space differ, and with them what is not the answer.
     close("value", found, value, rtol)
@@ -106,7 +117,7 @@ def test_streaming(name, size):
     """And nothing as long as a vector is sent."""
     mesh = make_mesh(size)
     placed, rows = place(mesh, DIAGONAL, "rows"), tx.Sharded(mesh, rows="rows")
-    told = agree(CALLS[name], stencil, DIAGONAL, placed, rows)
+    told = agree(name, stencil, placed, rows)
     assert not as_long_as_a_vector(told), told
 
 
@@ -115,7 +126,7 @@ def test_sketches(name):
     """Blocks of rows are gathered; for a value nothing as long as a vector is sent."""
     mesh = make_mesh(8)
     placed, rows = place(mesh, DIAGONAL, "rows"), tx.Sharded(mesh, rows="rows")
-    agree(CALLS[name], stencil, DIAGONAL, placed, rows)
+    agree(name, stencil, placed, rows)
     told = sent(lambda d: CALLS[name](stencil(d), rows).value, placed)
     assert not as_long_as_a_vector(told), told
 
@@ -125,21 +136,19 @@ def test_sketches(name):
     [("Hutchinson", 8), ("SLQ", 4), ("XTrace", 4), ("Hutch++", 4), ("XNysTrace", 4)],
 )
 def test_matrix(name, size):
-    mesh, matrix = make_mesh(size), np.asarray(positive_definite(128))
+    mesh, matrix = make_mesh(size), DATA[dense]
     placed, rows = place(mesh, matrix, "rows", None), tx.Sharded(mesh, rows="rows")
-    agree(CALLS[name], dense, matrix, placed, rows)
+    agree(name, dense, placed, rows)
 
 
 @pytest.mark.parametrize("name", ["Hutchinson", "SLQ", "XTrace"])
 def test_a_sharded_array_is_not_gathered(name):
     """Without `rows`, where vectors are whole."""
-    n, mesh = 512, make_mesh(4)
-    call, execution = CALLS[name], tx.Sharded(mesh)
-    matrix = np.asarray(positive_definite(n))
-    placed = place(mesh, matrix, "rows", None)
-    agree(call, dense, matrix, placed, execution)
-    found = sent(lambda x: call(dense(x), execution).value, placed)
-    gathered = [x for x in found if math.prod(x[1]) >= n * n]
+    matrix, mesh = DATA[dense], make_mesh(4)
+    execution, placed = tx.Sharded(mesh), place(mesh, matrix, "rows", None)
+    agree(name, dense, placed, execution)
+    found = sent(lambda x: CALLS[name](dense(x), execution).value, placed)
+    gathered = [x for x in found if math.prod(x[1]) >= matrix.size]
     assert not gathered, gathered
 
 
@@ -169,7 +178,7 @@ def test_rows_alone():
     mesh = jax.make_mesh((1, 8), NAMES, axis_types=(AxisType.Auto,) * 2)
     rows = tx.Sharded(mesh, rows="rows")
     placed = place(mesh, DIAGONAL, "rows")
-    told = agree(CALLS["Hutchinson"], stencil, DIAGONAL, placed, rows)
+    told = agree("Hutchinson", stencil, placed, rows)
     assert not as_long_as_a_vector(told), told
     n, m = 2**20, 6
     large = jax.ShapeDtypeStruct((n,), float, sharding=placed.sharding)
@@ -192,6 +201,6 @@ def test_explicit_axes(name):
     explicit = make_mesh(4, AxisType.Explicit)
     execution = tx.Sharded(explicit, rows="rows")
     placed = place(make_mesh(4), DIAGONAL, "rows")
-    agree(CALLS[name], stencil, DIAGONAL, placed, execution)
+    agree(name, stencil, placed, execution)
     with pytest.raises(ValueError, match="needs meshes with Auto axes"):
         CALLS[name](stencil(place(explicit, DIAGONAL, "rows")), execution)
