@@ -202,8 +202,8 @@ def standard_errors(
     moments = Moments.of(samples, valid)
     std_err = moments.std_err(sample_covariance(samples, pairs, valid))
     cautious = jackknife(pairs, valid)
-    # Where an error falls to less than half with each probe, the variance is in the mean
-    # what a few draws make it, and too small in most. The jackknife is not.
+    # Where the error falls fast with each probe, a few draws make up the mean of the
+    # estimated variance, and most are too small. Those of the jackknife are not.
     return jnp.maximum(std_err, cautious / 5), {
         "jackknife_std_err": cautious,
         "independent_std_err": moments.independent_std_err,
