@@ -123,7 +123,7 @@ def seconds(cases, k, data, make_operator, key):
             return solution.value, solution.std_err
 
         functions[name] = partial(jax.jit(run), data, key)
-    return interleaved(functions, rounds=9)
+    return interleaved(functions, rounds=25)
 
 
 def times(n: int = 4000, k: int = 120) -> None:
