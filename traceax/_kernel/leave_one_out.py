@@ -203,7 +203,7 @@ def standard_errors(
     std_err = moments.std_err(sample_covariance(samples, pairs, valid))
     cautious = jackknife(pairs, valid)
     # Where the error falls fast with each probe, a few draws make up the mean of the
-    # estimated variance, and most are too small. Those of the jackknife are not.
+    # estimated variance, and too many others are too small. The jackknife's are not.
     return jnp.maximum(std_err, cautious / 5), {
         "jackknife_std_err": cautious,
         "independent_std_err": moments.independent_std_err,
