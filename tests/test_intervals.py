@@ -121,6 +121,17 @@ def test_covers_without_a_bracket(function, exact, estimator, num_steps):
         assert np.all(successful), name
 
 
+def test_covers_where_one_eigenvalue_is_left():
+    """Four samples of a form of rank one do not show their spread: by it alone, 92% are
+    covered."""
+    call = of_function(EXP, DEFLATED, 4, k=6)
+    spectrum = np.append(np.linspace(1, 2, 6), np.linspace(0.01, 0.02, 94))
+    keys = jr.split(jr.key(0), 1600)
+    ends, successful, _ = solved(call, hermitian(1, spectrum), keys)
+    assert np.mean(inside(ends, np.sum(np.exp(spectrum)))) >= 0.95
+    assert np.all(successful)
+
+
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps", "spectrum"),
     [

@@ -85,14 +85,14 @@ class _Run(eqx.Module):
     - `left`: the derivative of that in A is `Re(left* dA z)`.
     - `error`: an estimate of that of the rule, in log units: twice the change by a step
         less, or by one more that repeats the last coefficients, whichever is larger.
-    - `square`: `|exp(s A) z|^2` over the square of the exponential of `value`.
+    - `deviation`: that of `QuadraticForm`, over the exponential of `value`.
     - `residual`, `extremes`: as in `QuadraticForm`.
     """
 
     value: Real[Array, ""]
     left: Inexact[Array, " n"]
     error: Real[Array, ""]
-    square: Real[Array, ""]
+    deviation: Real[Array, ""]
     residual: Real[Array, ""]
     extremes: Real[Array, 2]
 
@@ -127,7 +127,7 @@ class _Run(eqx.Module):
             value=2 * jnp.log(run.norm) + log,
             left=jnp.matmul(slope, run.basis, precision="highest") / run.norm,
             error=jnp.where(rest > 0, error, 0),
-            square=jnp.sum(weights * shares**2) / run.norm**2,
+            deviation=jnp.sqrt(jnp.sum(weights * (shares - 1) ** 2)) / run.norm,
             residual=residual,
             extremes=nodes[jnp.array([0, -1])],
         )
@@ -226,7 +226,7 @@ class _LogTraceExp(AbstractTask):
         error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
-        size = jnp.max(jnp.abs(scale * extremes))
+        size = _magnitude(scale, extremes)
         extra, result = {}, streamed.loop.result
         if isinstance(self.num_steps, AdaptiveSteps):
             extra["num_steps"] = steps
@@ -272,13 +272,19 @@ class _LogTraceExp(AbstractTask):
             if isinstance(k, Adaptive):
                 aimed = k.tolerance(one.value)
             else:
-                aimed = standard_error(one.square - 1 / flat.size, k)
-            size = jnp.max(jnp.abs(constant * one.extremes))
+                aimed = standard_error(one.deviation, k)
+            size = _magnitude(constant, one.extremes)
             return excess(one.error / 2 - flat.rounding * size, aimed)
 
         probe = _draw(flat, key, jnp.zeros((), int))[:, 0]
         steps = choose_steps(self.num_steps, _LANCZOS, flat, probe, 4, look, execution)
         return self.num_steps.max_steps, steps, steps
+
+
+def _magnitude(scale: Real[Array, ""], extremes: Real[Array, "2"]) -> Real[Array, ""]:
+    """What rounding is relative to: exponents, and their sum, a relative error of which
+    is an absolute one of its logarithm."""
+    return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
 
 
 def _draw(

@@ -120,7 +120,7 @@ class Arnoldi(AbstractKrylovMethod):
         ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]
         return QuadraticForm(
             value=square.astype(value.dtype) * value,
-            square=square * unit(each[0, :, 0])[1] ** 2,
+            deviation=run.norm * unit(each[0, :, 0].at[0].set(0))[1],
             # In the mean tr(f'(A) dA), which is tr(dA f'(A)): no adjoint is needed.
             left=probe[None],
             right=gradient[None],

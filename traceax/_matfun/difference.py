@@ -75,8 +75,8 @@ class Difference(AbstractKrylovMethod):
         left = [jnp.append(a.left, above, axis=1), jnp.append(below, -b.left, axis=1)]
         return QuadraticForm(
             value=a.value - b.value,
-            # The smallest possible value of `|f(A) z - f(B) z|^2`.
-            square=(jnp.sqrt(a.square) - jnp.sqrt(b.square)) ** 2,
+            # The smallest that is possible.
+            deviation=jnp.abs(a.deviation - b.deviation),
             left=jnp.concatenate(left),
             right=jnp.concatenate([a.right, b.right]),
             residual=jnp.maximum(a.residual, b.residual),

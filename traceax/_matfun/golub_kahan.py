@@ -20,6 +20,7 @@ from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
     bracket_of,
     combine,
+    deviation_of,
     magnitude_of,
     QuadraticForm,
     subgradients_at,
@@ -135,7 +136,7 @@ class GolubKahan(AbstractKrylovMethod):
         left, right = few_pairs(differences, vh[:, 0], columns)
         return QuadraticForm(
             value=square * value,
-            square=square * jnp.sum((vh[:, 0] * values) ** 2),
+            deviation=run.norm * deviation_of(vh[:, 0], values, value),
             left=run.norm * combine(left, u.T, run.left),
             right=run.norm * combine(right, vh, run.right),
             residual=residual,

@@ -34,7 +34,7 @@ from .quadratic_form import (
     lower_end,
     span,
 )
-from .samples import stream_forms
+from .samples import std_err_of, stream_forms
 from .steps import AdaptiveSteps
 
 
@@ -156,6 +156,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
             return probes * (length / jnp.where(norms > 0, norms, 1)), length
 
+        # That of z* F z for isotropic z, over `||F - c||_F^2`.
+        variance = 1 if jnp.issubdtype(operator.dtype, jnp.complexfloating) else 2
+
         def form(flat, index):
             probes, length = remaining(flat, index[None])
             state = _LANCZOS.start(flat, probes[:, 0], num_steps)
@@ -168,6 +171,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 bracket=bracket + one.bracket,
                 magnitude=deflation.magnitude + one.magnitude,
                 extremes=jnp.where(length > 0, one.extremes, ends),
+                spread=one.deviation * variance**0.5,
             )
             return whole, probes[:, 0]
 
@@ -176,10 +180,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
-        low, high, rounding, magnitude, _ = errors.center[0]
+        low, high, rounding, magnitude, *_ = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
         width = high - low + 2 * deflation.rounding
-        std_err = moments.std_err()
+        std_err = std_err_of(streamed.summary)
         precise = check_precision(operator, std_err, width, rounding, magnitude)
         precise = first_failure(precise, deflation.check_precision(magnitude))
         extra = {"gradient_residual": residuals, "ritz_values": extremes}

@@ -15,6 +15,7 @@ from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
     bracket_of,
     combine,
+    deviation_of,
     integral,
     lower_end,
     magnitude_of,
@@ -111,7 +112,7 @@ class Lanczos(AbstractKrylovMethod):
         left, right = few_pairs(differences, vectors[0], columns)
         return QuadraticForm(
             value=square * value,
-            square=square * jnp.sum((vectors[0] * values) ** 2),
+            deviation=run.norm * deviation_of(vectors[0], values, value),
             left=run.norm * combine(left, vectors.T, run.basis),
             right=run.norm * combine(right, vectors.T, run.basis),
             residual=residual,

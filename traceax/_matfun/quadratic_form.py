@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
 from .._kernel.dense import eigh
+from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
 from .._moments import Moments
 from .._solution import failure, RESULTS
@@ -22,7 +23,8 @@ class QuadraticForm(eqx.Module):
     derivative.
 
     - `value`: the Gauss rule for `z* f(A) z`.
-    - `square`: the Gauss rule for `z* f(A)^2 z`, in the mean `||f(A)||_F^2`.
+    - `deviation`: the root of the Gauss rule for `z* (f(A) - c)^2 z`, c the mean of f in
+        its rule for z. In the root mean square over z, about `||f(A) - c||_F`.
     - `left`, `right`: rows L_j and R_j with `sum_j Re(L_j* dA R_j)` the derivative of the
         form in a direction dA, or in the mean over z that of its mean.
     - `residual`: of `A f'(A) z` (for a function of singular values `A* U f'(S) V* z`),
@@ -36,10 +38,12 @@ class QuadraticForm(eqx.Module):
         or nearly so.
     - `extremes`: smallest and largest Ritz value; for operators that are not Hermitian
         those of the Hermitian part, between which the real parts of all are.
+    - `spread`: about the standard deviation of the form over z where one z tells it, in
+        the root mean square; elsewhere 0.
     """
 
     value: Inexact[Array, ""]
-    square: Real[Array, ""]
+    deviation: Real[Array, ""]
     left: Inexact[Array, "r m"]
     right: Inexact[Array, "r n"]
     residual: Real[Array, ""]
@@ -48,6 +52,17 @@ class QuadraticForm(eqx.Module):
     rounding: Inexact[Array, ""]
     extremes: Real[Array, "2"]
     unresolved: Real[Array, ""] | float = 0.0
+    spread: Real[Array, ""] | float = 0.0
+
+
+def deviation_of(
+    root_weights: Inexact[Array, " s"],
+    values: Real[Array, " s"],
+    mean: Inexact[Array, ""],
+) -> Real[Array, ""]:
+    """`QuadraticForm.deviation` of a unit vector, by a rule whose weights have these
+    roots and which gives this mean."""
+    return unit(root_weights * (values - mean))[1]
 
 
 def values_at(
@@ -278,13 +293,22 @@ def bracket_of(
     return jnp.stack([low, high])
 
 
+def least_std_err(errors: Moments) -> Real[Array, ""]:
+    """What the standard error of the mean of quadratic forms is at least, from the
+    moments of what `stream_forms` has of errors: that of their `spread`."""
+    squared = errors.squares[0, -1] / jnp.maximum(errors.count, 1)
+    spread = jnp.hypot(errors.center[0, -1], errors.unit[-1] * jnp.sqrt(squared))
+    return spread / jnp.sqrt(jnp.maximum(errors.count, 1))
+
+
 def bounds_of(
     errors: Moments, common: Real[Array, ""] | float = 0.0
 ) -> Real[Array, "2 2"]:
     """Bounds of the mean of quadratic forms, each with its standard error, from the
     moments of what `stream_forms` has of errors, and a rounding error `common` to all."""
-    low, high, rounding, _, unresolved = errors.mean
-    low_std_err, high_std_err, *_ = errors.std_err()
+    low, high, rounding, _, unresolved, _ = errors.mean
+    least = least_std_err(errors)
+    low_std_err, high_std_err, *_ = jnp.maximum(errors.std_err(), least)
     rounding = rounding + unresolved + common
     low, high = low - rounding, high + rounding
     return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)

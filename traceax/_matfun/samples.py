@@ -1,7 +1,7 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int
+from jaxtyping import Array, Inexact, Int, Real
 
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution, Local
@@ -12,7 +12,7 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import QuadraticForm, span
+from .quadratic_form import least_std_err, QuadraticForm, span
 
 
 def stream_forms(
@@ -30,13 +30,14 @@ def stream_forms(
 ) -> Streamed:
     """Samples for the whole budget, of which `form(operator, i)` is the one of probe i,
     and that probe; with their derivatives. Beside them lower and upper ends of brackets,
-    roundings, magnitudes and what is unresolved; Ritz values; and residuals."""
+    roundings, magnitudes, what is unresolved and spreads; Ritz values; and residuals."""
 
     def body(flat, index):
         one, probe = form(flat.frozen, index)
         frame = gradient.frame(function, one.left.T, one.right.T, probe[:, None])
         value = attach(flat, one.value, frame, execution=Local())
-        beside = jnp.stack([jnp.abs(one.rounding), one.magnitude, one.unresolved])
+        rounding, magnitude = jnp.abs(one.rounding), one.magnitude
+        beside = jnp.stack([rounding, magnitude, one.unresolved, one.spread])
         errors = jnp.append(one.bracket, beside)
         return value, (errors, one.extremes, one.residual)
 
@@ -52,6 +53,11 @@ def stream_forms(
         extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
         return Moments.merge(moments), Moments.merge(errors), span(extremes)
 
-    return stream(
-        body, reduce, merge, operator, k, execution, width=width, quantity=quantity
-    )
+    settings = operator, k, execution, width
+    return stream(body, reduce, merge, *settings, quantity=quantity, std_err=std_err_of)
+
+
+def std_err_of(summary: tuple[Moments, Moments, Array]) -> Real[Array, ""]:
+    """The standard error of the mean of what `stream_forms` has summarised."""
+    moments, errors, _ = summary
+    return jnp.maximum(moments.std_err(), least_std_err(errors))

@@ -20,7 +20,7 @@ from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
 from .quadratic_form import bounds_of, check_domain, check_precision
-from .samples import stream_forms
+from .samples import std_err_of, stream_forms
 from .steps import AdaptiveSteps, choose_steps, excess_of_bracket
 
 
@@ -124,8 +124,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
 
-        def excess(value, bracket, square):
-            return excess_of_bracket(value, bracket, square, operator, k, quantity)
+        def excess(value, bracket, deviation):
+            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         if isinstance(num_steps, AdaptiveSteps):
             most, least = num_steps.max_steps, 1 if function.bracketed else 4
@@ -134,7 +134,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
             def look(flat, state, made):
                 form = krylov.read(flat, state, made, *constants, columns=1)
-                return excess(form.value, form.bracket, form.square)
+                return excess(form.value, form.bracket, form.deviation)
 
             settings = krylov, operator, probe, least, look, execution
             steps = spent = choose_steps(num_steps, *settings)
@@ -150,7 +150,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(form, *settings, width=most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        low, high, rounding, magnitude, _ = errors.center[0]
+        low, high, rounding, magnitude, *_ = errors.center[0]
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
@@ -162,7 +162,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 missed = excess(moments.mean, (low, high), 0) > 1
                 wide = failure(missed, RESULTS.max_steps_reached)
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        std_err = moments.std_err()
+        std_err = std_err_of(streamed.summary)
         precise = check_precision(operator, std_err, high - low, rounding, magnitude)
 
         def probes():

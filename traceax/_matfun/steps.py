@@ -83,13 +83,13 @@ def check_steps(num_steps: Any, n: int) -> int | AdaptiveSteps:
 def excess_of_bracket(
     value: Inexact[Array, ""],
     bracket: Real[Array, "2"],
-    square: Real[Array, ""] | float,
+    deviation: Real[Array, ""] | float,
     operator: FlatOperator,
     k: int | Adaptive,
     quantity: AbstractQuantity,
 ) -> Real[Array, ""]:
     """Half the width of a bracket, beyond rounding, over the target: the tolerance, or
-    the standard error of k forms, where `square` is about `||f(A)||_F^2`."""
+    the standard error of k forms, of which one has this `deviation`."""
     rounding = operator.rounding * jnp.abs(value)
     if isinstance(k, Adaptive):
         ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
@@ -97,13 +97,13 @@ def excess_of_bracket(
         aimed = k.tolerance(value)
     else:
         low, high = bracket
-        aimed = standard_error(square - jnp.abs(value) ** 2 / operator.size, k)
+        aimed = standard_error(deviation, k)
     return excess(jnp.abs(high - low) / 2 - rounding, aimed)
 
 
-def standard_error(variation: Real[Array, ""], k: int) -> Real[Array, ""]:
-    """That of a mean over k probes of `z* F z`, with `||F||_F^2 - (tr F)^2 / n`."""
-    return jnp.sqrt(2 * jnp.maximum(variation, 0) / k)
+def standard_error(deviation: Real[Array, ""] | float, k: int) -> Real[Array, ""]:
+    """That of a mean of `z* F z` over k real probes, with `||F - c||_F`, c its mean."""
+    return jnp.sqrt(2 / k) * deviation
 
 
 def excess(error: Real[Array, ""], aimed: Real[Array, ""]) -> Real[Array, ""]:
