@@ -281,7 +281,7 @@ class _LogTraceExp(AbstractTask):
         return self.num_steps.max_steps, steps, steps
 
 
-def _magnitude(scale: Real[Array, ""], extremes: Real[Array, "2"]) -> Real[Array, ""]:
+def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:
     """What rounding is relative to: exponents, and their sum, a relative error of which
     is an absolute one of its logarithm."""
     return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
