@@ -27,11 +27,12 @@ from ._matfun.steps import (
     choose_steps,
     excess,
     standard_error,
+    Steps,
 )
 from ._moments import Moments
 from ._quantity import AbstractQuantity, Trace
 from ._sampler import draw_for, RademacherSampler
-from ._solution import Estimate, failure, first_failure, RESULTS, Solution
+from ._solution import Estimate, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
 
 
@@ -185,13 +186,14 @@ class _LogTraceExp(AbstractTask):
     ) -> Estimate:
         flat = flatten(operator)
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
-        most, steps, spent = self._steps(flat, k, key, execution, scale)
+        settings = flat, k, key, execution, scale
+        steps = Steps.of(self.num_steps, lambda steps: _choose(steps, *settings))
 
         def body(flat, index):
             probe = _draw(flat, key, index)
-            state = _LANCZOS.start(flat, probe[:, 0], most)
-            state = _LANCZOS.advance(flat.frozen, state, 0, steps)
-            one = _Run.read(state, steps, scale)
+            state = _LANCZOS.start(flat, probe[:, 0], steps.most)
+            state = _LANCZOS.advance(flat.frozen, state, 0, steps.made)
+            one = _Run.read(state, steps.made, scale)
             frame = FirstOrderFrame(one.left[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
             return value, (one.error, one.extremes, one.residual)
@@ -206,7 +208,7 @@ class _LogTraceExp(AbstractTask):
             extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
             return _LogMoments.merge(moments), span(extremes)
 
-        streamed = stream(body, reduce, merge, flat, k, execution, width=most)
+        streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
         (moments, extremes), samples = streamed.summary, streamed.samples
         assert samples is not None
         value = jax.lax.stop_gradient(moments.mean)
@@ -217,7 +219,7 @@ class _LogTraceExp(AbstractTask):
             shape = k.num_rounds, k.round_size
             indices = jnp.arange(len(samples)).reshape(shape)
             share = lambda flat, i: jnp.exp(body(flat, i)[0] - value)  # noqa: E731
-            settings = streamed.loop.rounds, value, execution, most
+            settings = streamed.loop.rounds, value, execution, steps.most
             total = sum_over_rounds(share, flat, indices, *settings)
             return value + jnp.log(total / streamed.count)
 
@@ -227,58 +229,53 @@ class _LogTraceExp(AbstractTask):
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         size = _magnitude(scale, extremes)
-        extra, result = {}, streamed.loop.result
-        if isinstance(self.num_steps, AdaptiveSteps):
-            extra["num_steps"] = steps
-            if isinstance(k, Adaptive):
-                missed = excess(error / 2 - flat.rounding * size, k.tolerance(value)) > 1
-                wide = failure(missed, RESULTS.max_steps_reached)
-                result = first_failure(result, wide)
+
+        def missed(k):
+            return excess(error / 2 - flat.rounding * size, k.tolerance(value))
+
+        taken, wide = steps.report(k, missed)
         return Estimate(
             value=attach_derivative(value, live),
             std_err=std_err,
             samples=samples,
-            num_matvecs=streamed.count * steps + spent,
+            num_matvecs=streamed.count * steps.made + steps.spent,
             rounding=flat.rounding,
             magnitude=size,
-            result=result,
+            result=first_failure(RESULTS.successful, streamed.loop.result, wide),
             extra={
                 "gradient_residual": residuals,
                 "ritz_values": extremes,
                 "quadrature_error": error,
-                **extra,
+                **taken,
                 **streamed.loop.extra,
             },
             state=streamed.loop.state,
             bounds=bounds,
         )
 
-    def _steps(
-        self,
-        flat: FlatOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-        scale: Real[Array, ""],
-    ) -> tuple[int, Int[Array, ""] | int, Int[Array, ""] | int]:
-        """How many steps there is room for, how many are to be made, and how many it took
-        to find out."""
-        if not isinstance(self.num_steps, AdaptiveSteps):
-            return self.num_steps, self.num_steps, 0
-        constant = jax.lax.stop_gradient(scale)
 
-        def look(flat, state, made):
-            one = _Run.read(state, made, constant)
-            if isinstance(k, Adaptive):
-                aimed = k.tolerance(one.value)
-            else:
-                aimed = standard_error(one.deviation, k)
-            size = _magnitude(constant, one.extremes)
-            return excess(one.error / 2 - flat.rounding * size, aimed)
+def _choose(
+    adaptive: AdaptiveSteps,
+    flat: FlatOperator,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+    scale: Real[Array, ""],
+) -> Int[Array, ""]:
+    """How many steps make the error of quadrature a share of the target."""
+    constant = jax.lax.stop_gradient(scale)
 
-        probe = _draw(flat, key, jnp.zeros((), int))[:, 0]
-        steps = choose_steps(self.num_steps, _LANCZOS, flat, probe, 4, look, execution)
-        return self.num_steps.max_steps, steps, steps
+    def look(flat, state, made):
+        one = _Run.read(state, made, constant)
+        if isinstance(k, Adaptive):
+            aimed = k.tolerance(one.value)
+        else:
+            aimed = standard_error(one.deviation, k)
+        size = _magnitude(constant, one.extremes)
+        return excess(one.error / 2 - flat.rounding * size, aimed)
+
+    probe = _draw(flat, key, jnp.zeros((), int))[:, 0]
+    return choose_steps(adaptive, _LANCZOS, flat, probe, 4, look, execution)
 
 
 def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from .._adaptive import Adaptive, largest_budget
 from .._execution import AbstractExecution, full_precision
-from .._flat import FlatOperator
+from .._flat import FlatOperator, freeze
 from .._gradient import attach, attach_derivative
 from .._iterate import embed
 from .._kernel.lanczos import (
@@ -35,7 +35,7 @@ from .quadratic_form import (
     span,
 )
 from .samples import std_err_of, stream_forms
-from .steps import AdaptiveSteps
+from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
 
 
 _LANCZOS = Lanczos()
@@ -68,8 +68,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     Cost: without `block` at most `k * num_steps` products; $O(n (b d)^2)$ operations.
     Memory: `b * d` vectors of length n (with `Adaptive` `max_k * num_steps / 2`, and a
     dense eigenvalue problem of that size each time that it grows), and those of the
-    other probes that run at a time. Needs `k >= 3`, or with a `block` 1, and a number as
-    `num_steps`. The quadrature error is in `stats` as with [`traceax.SLQEstimator`][].
+    other probes that run at a time. Needs `k >= 3` and a number as `num_steps`; with a
+    `block` it needs `k >= 1`, and `num_steps` may be left out. The quadrature error is
+    in `stats` as with [`traceax.SLQEstimator`][].
 
     !!! Example
 
@@ -141,7 +142,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        num_steps = _check(operator, function, num_steps)
+        self._check(operator, function, num_steps)
         deflated = self._deflate(operator, function, k, num_steps, key, execution)
         n, b, deflation, rest = operator.size, deflated.b, deflated.deflation, deflated.k
         lower = lower_end(function, deflation.compression, None, operator.eps)
@@ -156,14 +157,32 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
             return probes * (length / jnp.where(norms > 0, norms, 1)), length
 
+        def excess(value, bracket, deviation):
+            return excess_of_bracket(value, bracket, deviation, operator, rest, quantity)
+
+        def choose(adaptive):
+            """More steps do not narrow the bracket of what is deflated."""
+            probe = remaining(operator, jnp.zeros(1, int))[0][:, 0]
+            constants = freeze((function, lower, ends[1], deflation.value))
+
+            def look(flat, state, made):
+                function, lower, largest, fixed = constants
+                one = _LANCZOS.read(flat, state, made, function, lower, 1, largest)
+                return excess(fixed + one.value, fixed + one.bracket, one.deviation)
+
+            least = 1 if function.bracketed else 4
+            settings = _LANCZOS, operator, probe, least, look, execution
+            return choose_steps(adaptive, *settings)
+
+        steps = Steps.of(num_steps, choose)
         # That of z* F z for isotropic z, over `||F - c||_F^2`.
         variance = 1 if jnp.issubdtype(operator.dtype, jnp.complexfloating) else 2
 
         def form(flat, index):
             probes, length = remaining(flat, index[None])
-            state = _LANCZOS.start(flat, probes[:, 0], num_steps)
-            state = _LANCZOS.advance(flat, state, 0, num_steps)
-            settings = num_steps, function, lower, gradient.columns, ends[1]
+            state = _LANCZOS.start(flat, probes[:, 0], steps.most)
+            state = _LANCZOS.advance(flat, state, 0, steps.made)
+            settings = steps.made, function, lower, gradient.columns, ends[1]
             one = _LANCZOS.read(flat, state, *settings)
             whole = dataclasses.replace(
                 one,
@@ -175,13 +194,17 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             )
             return whole, probes[:, 0]
 
+        if isinstance(rest, Adaptive):
+            spent = -(-deflated.steps * b // steps.made)
+            rest = dataclasses.replace(rest, spent=spent)
         settings = operator, function, gradient, rest, execution
-        streamed = stream_forms(form, *settings, width=num_steps, quantity=quantity)
+        streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
         low, high, rounding, magnitude, *_ = errors.center[0]
         in_domain = check_domain(function, operator, extremes, moments.mean)
+        taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
         width = high - low + 2 * deflation.rounding
         std_err = std_err_of(streamed.summary)
         precise = check_precision(operator, std_err, width, rounding, magnitude)
@@ -208,22 +231,41 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             value=attach_derivative(moments.mean, mean),
             std_err=jnp.hypot(std_err, deflation.rounding),
             samples=streamed.samples,
-            num_matvecs=deflated.steps * b + num_steps * streamed.count,
+            num_matvecs=deflated.steps * b + steps.made * streamed.count + steps.spent,
             rounding=operator.rounding,
             magnitude=magnitude,
-            result=first_failure(in_domain, precise, streamed.loop.result),
-            extra=extra | streamed.loop.extra,
+            result=first_failure(in_domain, precise, streamed.loop.result, wide),
+            extra=extra | taken | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),
             probes=probes,
             bounds=bounds_of(errors, deflation.rounding),
         )
+
+    def _check(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        num_steps: int | AdaptiveSteps,
+    ) -> None:
+        if not _LANCZOS.fits(operator, function):
+            raise ValueError(
+                "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
+                f"function of its eigenvalues. {found(operator, function)} Tag it if it "
+                "is, or use `traceax.SLQEstimator`."
+            )
+        if isinstance(num_steps, AdaptiveSteps) and self.block is None:
+            raise ValueError(
+                "`KrylovAwareEstimator` without a `block` needs an integer as "
+                "`num_steps`. Found `num_steps=traceax.AdaptiveSteps(...)`. Pass an "
+                "integer or a `block`, or use `traceax.SLQEstimator`."
+            )
 
     def _deflate(
         self,
         operator: FlatOperator,
         function: AbstractSpectralFunction,
         k: int | Adaptive,
-        num_steps: int,
+        num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> "_Deflated":
@@ -252,21 +294,20 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
             else:
                 run = advance(run, 0, steps)
-                if isinstance(rest, Adaptive):
+                if isinstance(rest, Adaptive) and isinstance(num_steps, int):
                     run, steps = _grow(rest, advance, look, run, steps, num_steps)
             deflation = look(run, steps)
-        if isinstance(rest, Adaptive):
-            rest = dataclasses.replace(rest, spent=-(-steps * b // num_steps))
         return _Deflated(b, deflation, run, steps, rest)
 
     def _split(
-        self, k: int | Adaptive, num_steps: int
+        self, k: int | Adaptive, num_steps: int | AdaptiveSteps
     ) -> tuple[int, int, int, int | Adaptive]:
         """The size of a block, how many steps it makes at first and at most, and the
         budget for the other probes."""
         if self.block is not None:
             size, steps = self.block
             return size, steps, steps, k
+        assert isinstance(num_steps, int)
         if not isinstance(k, Adaptive):
             b = max(1, k // 4)
             return b, 2 * num_steps, 2 * num_steps, k - 2 * b
@@ -274,26 +315,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         rounds = max(2, k.max_k // (2 * b))
         rest = dataclasses.replace(k, max_k=k.max_k - rounds * b)
         return b, 2 * num_steps, rounds * num_steps, rest
-
-
-def _check(
-    operator: FlatOperator,
-    function: AbstractSpectralFunction,
-    num_steps: int | AdaptiveSteps,
-) -> int:
-    if not _LANCZOS.fits(operator, function):
-        raise ValueError(
-            "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
-            f"function of its eigenvalues. {found(operator, function)} Tag it if it "
-            "is, or use `traceax.SLQEstimator`."
-        )
-    if isinstance(num_steps, AdaptiveSteps):
-        raise ValueError(
-            "`KrylovAwareEstimator` needs an integer as `num_steps`. Found "
-            "`num_steps=traceax.AdaptiveSteps(...)`. Pass an integer, or use "
-            "`traceax.SLQEstimator`."
-        )
-    return num_steps
 
 
 def _grow(

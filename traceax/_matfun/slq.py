@@ -11,7 +11,7 @@ from .._flat import FlatOperator, freeze
 from .._gradient import attach_derivative
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate, failure, first_failure, RESULTS
+from .._solution import Estimate, first_failure
 from .arnoldi import Arnoldi
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
@@ -21,7 +21,7 @@ from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
 from .quadratic_form import bounds_of, check_domain, check_precision
 from .samples import std_err_of, stream_forms
-from .steps import AdaptiveSteps, choose_steps, excess_of_bracket
+from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -127,27 +127,27 @@ class SLQEstimator(AbstractFunctionEstimator):
         def excess(value, bracket, deviation):
             return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
-        if isinstance(num_steps, AdaptiveSteps):
-            most, least = num_steps.max_steps, 1 if function.bracketed else 4
+        def choose(adaptive):
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
             constants = freeze((function, bound))
+            least = 1 if function.bracketed else 4
 
             def look(flat, state, made):
                 form = krylov.read(flat, state, made, *constants, columns=1)
                 return excess(form.value, form.bracket, form.deviation)
 
             settings = krylov, operator, probe, least, look, execution
-            steps = spent = choose_steps(num_steps, *settings)
-        else:
-            most, steps, spent = num_steps, None, 0
+            return choose_steps(adaptive, *settings)
+
+        steps = Steps.of(num_steps, choose)
 
         def form(flat, index):
             probe = draw(flat, index[None])[:, 0]
-            settings = function, most, bound, gradient.columns, steps
+            settings = function, steps.most, bound, gradient.columns, steps.made
             return krylov.form(flat, probe, *settings), probe
 
         settings = operator, function, gradient, k, execution
-        streamed = stream_forms(form, *settings, width=most, quantity=quantity)
+        streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, errors, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         low, high, rounding, magnitude, *_ = errors.center[0]
@@ -155,12 +155,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
-        wide, made = None, most if steps is None else steps
-        if isinstance(num_steps, AdaptiveSteps):
-            extra["num_steps"] = steps
-            if isinstance(k, Adaptive):
-                missed = excess(moments.mean, (low, high), 0) > 1
-                wide = failure(missed, RESULTS.max_steps_reached)
+        taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
         in_domain = check_domain(function, operator, extremes, moments.mean)
         std_err = std_err_of(streamed.summary)
         precise = check_precision(operator, std_err, high - low, rounding, magnitude)
@@ -175,11 +170,12 @@ class SLQEstimator(AbstractFunctionEstimator):
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=std_err,
             samples=streamed.samples,
-            num_matvecs=(streamed.count * made + spent) * krylov.products_per_step,
+            num_matvecs=(streamed.count * steps.made + steps.spent)
+            * krylov.products_per_step,
             rounding=operator.rounding,
             magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
-            extra=extra | streamed.loop.extra,
+            extra=extra | taken | streamed.loop.extra,
             state=streamed.loop.state,
             probes=probes,
             bounds=bounds_of(errors),

@@ -11,6 +11,7 @@ from .._checks import check_positive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._quantity import AbstractQuantity
+from .._solution import failure, RESULTS
 from .krylov import AbstractKrylovMethod
 
 
@@ -111,6 +112,40 @@ def excess(error: Real[Array, ""], aimed: Real[Array, ""]) -> Real[Array, ""]:
     error = jnp.maximum(error, 0)
     ratio = error / jnp.where(aimed > 0, aimed, 1)
     return jnp.where((aimed > 0) | (error == 0), ratio, jnp.inf)
+
+
+class Steps(eqx.Module):
+    """How many steps each probe makes, of `most` for which there is room, and how many
+    it took to find out."""
+
+    most: int = eqx.field(static=True)
+    made: Int[Array, ""] | int
+    spent: Int[Array, ""] | int
+    chosen: bool = eqx.field(static=True)
+
+    @classmethod
+    def of(
+        cls,
+        num_steps: int | AdaptiveSteps,
+        choose: Callable[[AdaptiveSteps], Int[Array, ""]],
+    ) -> "Steps":
+        """As many as `num_steps` says, or as `choose` finds out."""
+        if not isinstance(num_steps, AdaptiveSteps):
+            return cls(num_steps, num_steps, 0, False)
+        made = choose(num_steps)
+        return cls(num_steps.max_steps, made, made, True)
+
+    def report(
+        self, k: int | Adaptive, missed: Callable[[Adaptive], Real[Array, ""]]
+    ) -> tuple[dict[str, Array], Any]:
+        """If they were chosen: their number, for `stats`, and the result, which for an
+        adaptive budget says whether its tolerance was `missed`, by an excess over it."""
+        if not self.chosen:
+            return {}, None
+        result = None
+        if isinstance(k, Adaptive):
+            result = failure(missed(k) > 1, RESULTS.max_steps_reached)
+        return {"num_steps": jnp.asarray(self.made)}, result
 
 
 def choose_steps(
