@@ -271,7 +271,6 @@ def stream(
     *,
     keep: bool = True,
     quantity: AbstractQuantity = Trace(),
-    std_err: Callable[[tuple], Real[Array, "*q"]] = lambda summary: summary[0].std_err(),
 ) -> Streamed:
     """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
     and what comes with it.
@@ -280,8 +279,7 @@ def stream(
     `merge` makes one summary of several that are stacked. A summary of no samples is all
     zeros. Samples, and what comes with them, are kept, or else no more of them at a time
     than the execution takes. The error that an adaptive budget compares with its
-    tolerance is that of what the `quantity` presents to users, made of `std_err`, the
-    standard error of the mean by a summary.
+    tolerance is that of what the `quantity` presents to users.
     """
     if not isinstance(k, Adaptive) and not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)
@@ -322,10 +320,10 @@ def stream(
     none = _zeros(jax.eval_shape(merge, parts))
 
     def assess(buffers, _):
-        summary = buffers[1]
-        moments = summary[0]
-        value, error = quantity.present(moments.mean, std_err(summary))
-        return Assessment(k.size(value), k.size(error), moments.count)
+        moments = buffers[1][0]
+        std_err = moments.std_err()
+        value, std_err = quantity.present(moments.mean, std_err)
+        return Assessment(k.size(value), k.size(std_err), moments.count)
 
     loop = iterate(k, step, assess, (kept, none), independent=True)
     (samples, others), summary = loop.state.buffers

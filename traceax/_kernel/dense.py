@@ -2,7 +2,8 @@
 
 A batched LAPACK call inside one XLA:CPU program can deadlock (see "JAX versions" in the
 developer documentation). So, on CPU, `vmap` of a factorisation is a loop over single
-calls; on other platforms it is the batched call. Factorisations are never differentiated.
+calls; on other platforms it is the batched call. A stack of matrices is factorised in one
+such loop. Factorisations are never differentiated.
 """
 
 import contextlib
@@ -39,15 +40,31 @@ def factorising(*, on_host: bool, by_rows: bool) -> Iterator[None]:
 
 
 def _door(factorise: Callable[[Array], tuple[Array, ...]]):
-    one_at_a_time = jax.custom_batching.sequential_vmap(factorise)
+    @jax.custom_batching.custom_vmap
+    def one_at_a_time(stack):
+        if len(stack) == 1:
+            return jax.tree.map(lambda y: y[None], factorise(stack[0]))
+        return jax.lax.map(factorise, stack)
+
+    @one_at_a_time.def_vmap
+    def _(size, _, stacks):
+        """One loop, however many axes are mapped."""
+        outs = one_at_a_time(stacks.reshape(-1, *stacks.shape[2:]))
+        outs = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), outs)
+        return outs, jax.tree.map(lambda _: True, outs)
+
     memory = jax.memory.Space.Device
     host = _compute(one_at_a_time, compute_type="device_host", out_memory_spaces=memory)
 
     @ft.wraps(factorise)
     def call(x):
+        stack = x if x.ndim == 3 else x[None]
         if _on_host.get():
-            return host(x)
-        return jax.lax.platform_dependent(x, cpu=one_at_a_time, default=factorise)
+            outs = host(stack)
+        else:
+            settings = {"cpu": one_at_a_time, "default": jax.vmap(factorise)}
+            outs = jax.lax.platform_dependent(stack, **settings)
+        return outs if x.ndim == 3 else jax.tree.map(lambda y: y[0], outs)
 
     return call
 
@@ -68,18 +85,21 @@ def qr(x: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n p"], Inexact[Array, 
 
 
 @_door
-def eigh(x: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues, ascending, and eigenvectors, as columns, of a Hermitian matrix."""
+def eigh(
+    x: Inexact[Array, "*b m m"],
+) -> tuple[Real[Array, "*b m"], Inexact[Array, "*b m m"]]:
+    """Eigenvalues, ascending, and eigenvectors, as columns, of a Hermitian matrix, or of
+    each of a stack."""
     values, vectors = jnp.linalg.eigh(x)
     return values, vectors
 
 
 @_door
 def svd(
-    x: Inexact[Array, "n m"],
-) -> tuple[Inexact[Array, "n p"], Real[Array, " p"], Inexact[Array, "p m"]]:
+    x: Inexact[Array, "*b n m"],
+) -> tuple[Inexact[Array, "*b n p"], Real[Array, "*b p"], Inexact[Array, "*b p m"]]:
     """Reduced singular value decomposition `x = U diag(s) Vh`, with p the smaller of n
-    and m; singular values descend."""
+    and m, of a matrix, or of each of a stack; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
 

@@ -65,7 +65,7 @@ class Deflation(eqx.Module):
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
         moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
-        rounding = jnp.abs(integral(moved, run.again, present) - value)
+        rounding = jnp.abs(integral(moved, eigh(run.again), present) - value)
         compression = Compression(run.matrix, border, nodes, vectors)
         sizes = size, rounding
         return cls(compression, values, value, *sizes, deflated, present, run.basis)

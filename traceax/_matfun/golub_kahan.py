@@ -92,13 +92,12 @@ class GolubKahan(AbstractKrylovMethod):
         eps, run = operator.eps, golub_kahan_run(state, steps)
         square = run.norm**2
 
-        def gauss(diagonal, above):
-            u, s, vh = svd(jnp.diag(diagonal) + jnp.diag(above, 1))
-            values = values_at(function, s, eps)
-            return jnp.sum(vh[:, 0] ** 2 * values), values, (u, s, vh)
-
-        value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
-        again, *_ = gauss(run.projected_diagonal, run.projected_above)
+        factor = _bidiagonal(run.diagonal, run.above[:-1])
+        again = _bidiagonal(run.projected_diagonal, run.projected_above)
+        (u, _), (s, other), (vh, others) = svd(jnp.stack([factor, again]))
+        values = values_at(function, s, eps)
+        value = jnp.sum(vh[:, 0] ** 2 * values)
+        again = jnp.sum(others[:, 0] ** 2 * values_at(function, other, eps))
         # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
@@ -108,7 +107,7 @@ class GolubKahan(AbstractKrylovMethod):
             lower = jnp.maximum(known, lower)
         border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
         if function.bracketed:
-            factor = jnp.diag(diagonal) + jnp.diag(above[:-1], 1)
+            factor = _bidiagonal(diagonal, above[:-1])
             _, longer, rows = svd(radau_factor(factor, border, u, nodes, lower))
             others = function(unit_of * longer.at[-1].set(lower))
             other = jnp.sum(rows[:, 0] ** 2 * others)
@@ -146,6 +145,12 @@ class GolubKahan(AbstractKrylovMethod):
             extremes=s[jnp.array([-1, 0])],
             unresolved=square * unresolved_of(function, vh[:, 0] ** 2, s, values, eps),
         )
+
+
+def _bidiagonal(
+    diagonal: Real[Array, " s"], above: Real[Array, " s-1"]
+) -> Real[Array, "s s"]:
+    return jnp.diag(diagonal) + jnp.diag(above, 1)
 
 
 GolubKahan.__init__.__doc__ = """**Arguments:**

@@ -28,13 +28,12 @@ from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .lanczos import Lanczos
 from .quadratic_form import (
-    bounds_of,
     check_domain,
     check_precision,
     lower_end,
     span,
 )
-from .samples import std_err_of, stream_forms
+from .samples import stream_forms
 from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
 
 
@@ -199,14 +198,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             rest = dataclasses.replace(rest, spent=spent)
         settings = operator, function, gradient, rest, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
-        moments, errors, extremes = streamed.summary
+        moments, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, ends]))
-        low, high, rounding, magnitude, *_ = errors.center[0]
+        low, high, rounding, magnitude, *_ = moments.mean_errors
         in_domain = check_domain(function, operator, extremes, moments.mean)
         taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
         width = high - low + 2 * deflation.rounding
-        std_err = std_err_of(streamed.summary)
+        std_err = moments.std_err()
         precise = check_precision(operator, std_err, width, rounding, magnitude)
         precise = first_failure(precise, deflation.check_precision(magnitude))
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
@@ -238,7 +237,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             extra=extra | taken | streamed.loop.extra,
             state=deflated.state(streamed.loop.state),
             probes=probes,
-            bounds=bounds_of(errors, deflation.rounding),
+            bounds=moments.bounds(deflation.rounding),
         )
 
     def _check(

@@ -13,7 +13,6 @@ from .._flat import FlatOperator
 from .._kernel.dense import eigh
 from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
-from .._moments import Moments
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 
@@ -220,12 +219,12 @@ def lower_end(
 
 def integral(
     values: Callable[[Real[Array, " p"]], Real[Array, " p"]],
-    matrix: Inexact[Array, "p p"],
+    eigenpairs: tuple[Real[Array, " p"], Inexact[Array, "p p"]],
     measured: Bool[Array, " w"],
 ) -> Real[Array, ""]:
-    """The sum of diagonal entries of `values(T)`: of those among the first that are
-    `measured`. Values without weight may be infinite."""
-    nodes, vectors = eigh(matrix)
+    """The sum of diagonal entries of `values(T)`, T with these eigenpairs: of those among
+    the first that are `measured`. Values without weight may be infinite."""
+    nodes, vectors = eigenpairs
     lead = vectors[: len(measured)] * measured[:, None]
     weights = jnp.sum(jnp.abs(lead) ** 2, axis=0)
     return jnp.sum(jnp.where(weights > 0, weights * values(nodes), 0))
@@ -274,13 +273,13 @@ def bracket_of(
     below = radau(compression, lower)
     if function.bracketed:
         exactly = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
-        other = integral(exactly, below, measured)
+        other = integral(exactly, eigh(below), measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     rest = jnp.linalg.norm(compression.border)
     upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
     above = -radau(-compression, -upper)
-    rules = jnp.stack([below, above, shorter(compression)])
-    others = jax.lax.map(lambda rule: integral(values, rule, measured), rules)
+    rules = eigh(jnp.stack([below, above, shorter(compression)]))
+    others = jax.vmap(lambda rule: integral(values, rule, measured))(rules)
     differences = jnp.abs(others - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
     limits = jnp.finfo(value.dtype)
@@ -291,27 +290,6 @@ def bracket_of(
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])
-
-
-def least_std_err(errors: Moments) -> Real[Array, ""]:
-    """What the standard error of the mean of quadratic forms is at least, from the
-    moments of what `stream_forms` has of errors: that of their `spread`."""
-    squared = errors.squares[0, -1] / jnp.maximum(errors.count, 1)
-    spread = jnp.hypot(errors.center[0, -1], errors.unit[-1] * jnp.sqrt(squared))
-    return spread / jnp.sqrt(jnp.maximum(errors.count, 1))
-
-
-def bounds_of(
-    errors: Moments, common: Real[Array, ""] | float = 0.0
-) -> Real[Array, "2 2"]:
-    """Bounds of the mean of quadratic forms, each with its standard error, from the
-    moments of what `stream_forms` has of errors, and a rounding error `common` to all."""
-    low, high, rounding, _, unresolved, _ = errors.mean
-    least = least_std_err(errors)
-    low_std_err, high_std_err, *_ = jnp.maximum(errors.std_err(), least)
-    rounding = rounding + unresolved + common
-    low, high = low - rounding, high + rounding
-    return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 
 
 def combine(

@@ -1,7 +1,8 @@
 from collections.abc import Callable
 
+import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution, Local
@@ -12,7 +13,60 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import least_std_err, QuadraticForm, span
+from .quadratic_form import QuadraticForm, span
+
+
+class FormMoments(eqx.Module):
+    """`Moments` of quadratic forms, and of what is known of their errors, which is real:
+    lower and upper ends of brackets, sizes of roundings, magnitudes, what is unresolved,
+    and spreads."""
+
+    joint: Moments
+
+    @classmethod
+    def of(
+        cls,
+        samples: Inexact[Array, " m"],
+        errors: Real[Array, "m 6"],
+        valid: Bool[Array, " m"],
+    ) -> "FormMoments":
+        columns = [samples[:, None], errors.astype(samples.dtype)]
+        return cls(Moments.of(jnp.concatenate(columns, axis=1), valid))
+
+    @classmethod
+    def merge(cls, parts: "FormMoments") -> "FormMoments":
+        return cls(Moments.merge(parts.joint))
+
+    @property
+    def count(self) -> Real[Array, "*parts"]:
+        return self.joint.count
+
+    @property
+    def mean(self) -> Inexact[Array, ""]:
+        return self.joint.mean[0]
+
+    @property
+    def mean_errors(self) -> Real[Array, "6"]:
+        return self.joint.center[0, 1:]
+
+    def std_err(self) -> Real[Array, ""]:
+        return self._std_errs()[0]
+
+    def _std_errs(self) -> Real[Array, "7"]:
+        """All at least what follows from the spreads."""
+        joint, count = self.joint, jnp.maximum(self.count, 1)
+        variance = joint.squares[0, -1] / count
+        spread = jnp.hypot(joint.center[0, -1], joint.unit[-1] * jnp.sqrt(variance))
+        return jnp.maximum(joint.std_err(), spread / jnp.sqrt(count))
+
+    def bounds(self, common: Real[Array, ""] | float = 0.0) -> Real[Array, "2 2"]:
+        """Bounds of the mean of the forms, each with its standard error, with a rounding
+        error `common` to all."""
+        low, high, rounding, _, unresolved, _ = self.mean_errors
+        _, low_std_err, high_std_err, *_ = self._std_errs()
+        rounding = rounding + unresolved + common
+        low, high = low - rounding, high + rounding
+        return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 
 
 def stream_forms(
@@ -29,8 +83,8 @@ def stream_forms(
     quantity: AbstractQuantity,
 ) -> Streamed:
     """Samples for the whole budget, of which `form(operator, i)` is the one of probe i,
-    and that probe; with their derivatives. Beside them lower and upper ends of brackets,
-    roundings, magnitudes, what is unresolved and spreads; Ritz values; and residuals."""
+    and that probe; with their derivatives. Beside them what is known of errors, as in
+    `FormMoments`; Ritz values; and residuals."""
 
     def body(flat, index):
         one, probe = form(flat.frozen, index)
@@ -43,21 +97,15 @@ def stream_forms(
 
     def reduce(outs, valid):
         samples, (errors, extremes, _) = outs
-        errors = Moments.of(errors, valid)
-        return Moments.of(samples, valid), errors, span(extremes)
+        return FormMoments.of(samples, errors, valid), span(extremes)
 
     def merge(parts):
-        moments, errors, extremes = parts
+        moments, extremes = parts
         # Of no samples, the extremes are 0.
         made = moments.count[:, None] > 0
         extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-        return Moments.merge(moments), Moments.merge(errors), span(extremes)
+        return FormMoments.merge(moments), span(extremes)
 
-    settings = operator, k, execution, width
-    return stream(body, reduce, merge, *settings, quantity=quantity, std_err=std_err_of)
-
-
-def std_err_of(summary: tuple[Moments, Moments, Array]) -> Real[Array, ""]:
-    """The standard error of the mean of what `stream_forms` has summarised."""
-    moments, errors, _ = summary
-    return jnp.maximum(moments.std_err(), least_std_err(errors))
+    return stream(
+        body, reduce, merge, operator, k, execution, width=width, quantity=quantity
+    )

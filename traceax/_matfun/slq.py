@@ -19,8 +19,8 @@ from .golub_kahan import GolubKahan
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
-from .quadratic_form import bounds_of, check_domain, check_precision
-from .samples import std_err_of, stream_forms
+from .quadratic_form import check_domain, check_precision
+from .samples import stream_forms
 from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
 
 
@@ -148,16 +148,16 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         settings = operator, function, gradient, k, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
-        moments, errors, extremes = streamed.summary
+        moments, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        low, high, rounding, magnitude, *_ = errors.center[0]
+        low, high, rounding, magnitude, *_ = moments.mean_errors
         extra = {"gradient_residual": residuals, "ritz_values": extremes}
         if function.bracketed:
             extra["sample_brackets"] = sample_errors[:, :2]
             extra["bracket"] = jnp.stack([low, high])
         taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
         in_domain = check_domain(function, operator, extremes, moments.mean)
-        std_err = std_err_of(streamed.summary)
+        std_err = moments.std_err()
         precise = check_precision(operator, std_err, high - low, rounding, magnitude)
 
         def probes():
@@ -178,7 +178,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             extra=extra | taken | streamed.loop.extra,
             state=streamed.loop.state,
             probes=probes,
-            bounds=bounds_of(errors),
+            bounds=moments.bounds(),
         )
 
     def method(
