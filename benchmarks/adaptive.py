@@ -81,7 +81,7 @@ def main(n: int, num_keys: int) -> None:
             for rtol in TOLERANCES:
                 if samples_for_product is None:
                     history, met = histories(matrix, estimator, rtol, keys)
-                    made = jnp.sum(~jnp.isnan(history[..., 0]), axis=1)
+                    made = jnp.sum(jnp.isfinite(history[..., 0]), axis=1)
                     last = made - 1
                 else:
                     if history is None:
