@@ -182,7 +182,7 @@ def times_of_cheap_products(n: int = 10**6, k: int = 64) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    accuracy(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    accuracy(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
     jax.config.update("jax_enable_x64", False)
     load = os.getloadavg()[0]
     times()

@@ -48,6 +48,7 @@ _CHECKED = (
     "_kernel",
     "_matfun.base",
     "_matfun.all_eigenvalues",
+    "_matfun.deflated_forms",
     "_matfun.krylov_aware",
     "_matfun.quadratic_form",
     "_matfun.slq",

@@ -28,7 +28,7 @@ LEVELS = [
     "_solve _matfun.all_eigenvalues _matfun.deflation _matfun.krylov _matfun.function_of",
     "_matfun.steps _matfun.arnoldi _matfun.lanczos _matfun.golub_kahan",
     "_estimator.base _matfun.base _matfun.preconditioner _matfun.samples",
-    "_estimator.sketch",
+    "_estimator.sketch _matfun.deflated_forms",
     "_estimator.growing",
     "_estimator.xnystrace _estimator.xdiag _estimator.h* _estimator.exact",
     "_estimator.[!a]* _matfun.[!a]*",

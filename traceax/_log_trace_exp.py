@@ -32,7 +32,7 @@ from ._matfun.steps import (
 from ._moments import Moments
 from ._quantity import AbstractQuantity, Trace
 from ._sampler import draw_for, RademacherSampler
-from ._solution import Estimate, first_failure, RESULTS, Solution
+from ._solution import Estimate, first_failure, Solution
 from ._solve import AbstractTask, solve
 
 
@@ -241,7 +241,7 @@ class _LogTraceExp(AbstractTask):
             num_matvecs=streamed.count * steps.made + steps.spent,
             rounding=flat.rounding,
             magnitude=size,
-            result=first_failure(RESULTS.successful, streamed.loop.result, wide),
+            result=first_failure(streamed.loop.result, wide),
             extra={
                 "gradient_residual": residuals,
                 "ritz_values": extremes,

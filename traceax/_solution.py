@@ -164,8 +164,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def first_failure(*results: Any) -> Any:
-    """The first that is neither None nor successful."""
-    first, *others = [result for result in results if result is not None]
+    """The first that is neither None nor successful, if any is not None."""
+    first, *others = [result for result in results if result is not None] or [None]
     for other in others:
         first = RESULTS.where(first == RESULTS.successful, other, first)
     return first

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from .._adaptive import Adaptive, largest_budget
 from .._execution import AbstractExecution, full_precision
-from .._flat import FlatOperator, freeze
+from .._flat import FlatOperator
 from .._gradient import attach, attach_derivative
 from .._iterate import embed
 from .._kernel.lanczos import (
@@ -23,6 +23,7 @@ from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
 from .._solution import Estimate, first_failure
 from .base import AbstractFunctionEstimator, found
+from .deflated_forms import DeflatedForms
 from .deflation import Deflation
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -30,14 +31,10 @@ from .lanczos import Lanczos
 from .quadratic_form import (
     check_domain,
     check_precision,
-    lower_end,
     span,
 )
 from .samples import stream_forms
-from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
-
-
-_LANCZOS = Lanczos()
+from .steps import AdaptiveSteps, excess_of_bracket, Steps
 
 
 class KrylovAwareEstimator(AbstractFunctionEstimator):
@@ -143,55 +140,19 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     ) -> Estimate:
         self._check(operator, function, num_steps)
         deflated = self._deflate(operator, function, k, num_steps, key, execution)
-        n, b, deflation, rest = operator.size, deflated.b, deflated.deflation, deflated.k
-        lower = lower_end(function, deflation.compression, None, operator.eps)
-        bracket = deflation.bracket(function, lower)
-        ends = deflation.compression.nodes[jnp.array([0, -1])]
-
-        def remaining(flat, indices):
-            """What is left of probes, of the length that it has in the mean, as in
-            XTrace: a constant part of f then adds no variance."""
-            probes = deflation.remove(draw_for(flat, self.sampler, key, b + indices))
-            norms = jnp.linalg.norm(probes, axis=0)
-            length = jnp.sqrt((n - jnp.sum(deflation.present)).astype(norms.dtype))
-            return probes * (length / jnp.where(norms > 0, norms, 1)), length
+        b, deflation, rest = deflated.b, deflated.deflation, deflated.k
+        forms = DeflatedForms.of(operator, function, deflation, self.sampler, key, b)
 
         def excess(value, bracket, deviation):
             return excess_of_bracket(value, bracket, deviation, operator, rest, quantity)
 
         def choose(adaptive):
-            """More steps do not narrow the bracket of what is deflated."""
-            probe = remaining(operator, jnp.zeros(1, int))[0][:, 0]
-            constants = freeze((function, lower, ends[1], deflation.value))
-
-            def look(flat, state, made):
-                function, lower, largest, fixed = constants
-                one = _LANCZOS.read(flat, state, made, function, lower, 1, largest)
-                return excess(fixed + one.value, fixed + one.bracket, one.deviation)
-
-            least = 1 if function.bracketed else 4
-            settings = _LANCZOS, operator, probe, least, look, execution
-            return choose_steps(adaptive, *settings)
+            return forms.choose_steps(adaptive, operator, excess, execution)
 
         steps = Steps.of(num_steps, choose)
-        # That of z* F z for isotropic z, over `||F - c||_F^2`.
-        variance = 1 if jnp.issubdtype(operator.dtype, jnp.complexfloating) else 2
 
         def form(flat, index):
-            probes, length = remaining(flat, index[None])
-            state = _LANCZOS.start(flat, probes[:, 0], steps.most)
-            state = _LANCZOS.advance(flat, state, 0, steps.made)
-            settings = steps.made, function, lower, gradient.columns, ends[1]
-            one = _LANCZOS.read(flat, state, *settings)
-            whole = dataclasses.replace(
-                one,
-                value=deflation.value + one.value,
-                bracket=bracket + one.bracket,
-                magnitude=deflation.magnitude + one.magnitude,
-                extremes=jnp.where(length > 0, one.extremes, ends),
-                spread=one.deviation * variance**0.5,
-            )
-            return whole, probes[:, 0]
+            return forms.form(flat, index, steps, gradient.columns)
 
         if isinstance(rest, Adaptive):
             spent = -(-deflated.steps * b // steps.made)
@@ -200,7 +161,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, extremes = streamed.summary
         sample_errors, _, residuals = streamed.others
-        extremes = span(jnp.stack([extremes, ends]))
+        extremes = span(jnp.stack([extremes, forms.ends]))
         low, high, rounding, magnitude, *_ = moments.mean_errors
         in_domain = check_domain(function, operator, extremes, moments.mean)
         taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
@@ -222,7 +183,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def probes():
             index = jnp.arange(largest_budget(rest))
             weight = jnp.where(index < streamed.count, moments.count**-0.5, 0)
-            used = weight * remaining(operator, index)[0]
+            used = weight * forms.probes(operator, index)
             used = jnp.concatenate([deflation.basis, used], axis=1)
             return used.shape[1] ** 0.5 * used
 
@@ -246,7 +207,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         function: AbstractSpectralFunction,
         num_steps: int | AdaptiveSteps,
     ) -> None:
-        if not _LANCZOS.fits(operator, function):
+        if not Lanczos().fits(operator, function):
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
                 f"function of its eigenvalues. {found(operator, function)} Tag it if it "

@@ -1,0 +1,111 @@
+"""Quadratic forms of a function with what a deflation leaves of probes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+
+from .._execution import AbstractExecution
+from .._flat import FlatOperator, freeze
+from .._sampler import AbstractSampler, draw_for
+from .deflation import Deflation
+from .functions import AbstractSpectralFunction
+from .lanczos import Lanczos
+from .quadratic_form import lower_end, QuadraticForm
+from .steps import AdaptiveSteps, choose_steps, Steps
+
+
+_LANCZOS = Lanczos()
+
+
+class DeflatedForms(eqx.Module):
+    """Quadratic forms of the probes that follow the first `used` ones, without their part
+    in the deflated space, together with what is known of that part."""
+
+    deflation: Deflation
+    function: AbstractSpectralFunction
+    lower: Real[Array, ""]
+    bracket: Real[Array, "2"]
+    ends: Real[Array, "2"]
+    sampler: AbstractSampler
+    key: PRNGKeyArray | None
+    used: int
+
+    @classmethod
+    def of(
+        cls,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        deflation: Deflation,
+        sampler: AbstractSampler,
+        key: PRNGKeyArray | None,
+        used: int,
+    ) -> "DeflatedForms":
+        lower = lower_end(function, deflation.compression, None, operator.eps)
+        bracket = deflation.bracket(function, lower)
+        ends = deflation.compression.nodes[jnp.array([0, -1])]
+        return cls(deflation, function, lower, bracket, ends, sampler, key, used)
+
+    def probes(
+        self, flat: FlatOperator, indices: Int[Array, " m"]
+    ) -> Inexact[Array, "n m"]:
+        """What is left of probes, of the length that it has in the mean, as in XTrace: a
+        constant part of f then adds no variance."""
+        drawn = draw_for(flat, self.sampler, self.key, self.used + indices)
+        probes = self.deflation.remove(drawn)
+        norms = jnp.linalg.norm(probes, axis=0)
+        left = flat.size - jnp.sum(self.deflation.present)
+        length = jnp.sqrt(left.astype(norms.dtype))
+        return probes * (length / jnp.where(norms > 0, norms, 1))
+
+    def form(
+        self, flat: FlatOperator, index: Int[Array, ""], steps: Steps, columns: int
+    ) -> tuple[QuadraticForm, Inexact[Array, " n"]]:
+        """That of one probe, and the probe."""
+        probe = self.probes(flat, index[None])[:, 0]
+        state = _LANCZOS.start(flat, probe, steps.most)
+        state = _LANCZOS.advance(flat, state, 0, steps.made)
+        return self._read(flat, state, steps.made, columns), probe
+
+    def _read(
+        self,
+        flat: FlatOperator,
+        state: PyTree[Array],
+        steps: Int[Array, ""] | int,
+        columns: int,
+    ) -> QuadraticForm:
+        settings = steps, self.function, self.lower, columns, self.ends[1]
+        one, deflation = _LANCZOS.read(flat, state, *settings), self.deflation
+        # That of z* F z for isotropic z, over `||F - c||_F^2`.
+        variance = 1 if jnp.issubdtype(flat.dtype, jnp.complexfloating) else 2
+        whole = jnp.sum(deflation.present) == flat.size
+        return dataclasses.replace(
+            one,
+            value=deflation.value + one.value,
+            bracket=self.bracket + one.bracket,
+            magnitude=deflation.magnitude + one.magnitude,
+            extremes=jnp.where(whole, self.ends, one.extremes),
+            spread=one.deviation * variance**0.5,
+        )
+
+    def choose_steps(
+        self,
+        adaptive: AdaptiveSteps,
+        operator: FlatOperator,
+        excess: Callable[[Array, Array, Array], Real[Array, ""]],
+        execution: AbstractExecution,
+    ) -> Int[Array, ""]:
+        """How many steps what is left takes. The bracket of what is deflated is left out:
+        more steps do not narrow it."""
+        probe = self.probes(operator, jnp.zeros(1, int))[:, 0]
+        narrow = jnp.stack([self.deflation.value, self.deflation.value])
+        constant = freeze(dataclasses.replace(self, bracket=narrow))
+
+        def look(flat, state, made):
+            one = constant._read(flat, state, made, 1)
+            return excess(one.value, one.bracket, one.deviation)
+
+        least = 1 if self.function.bracketed else 4
+        return choose_steps(adaptive, _LANCZOS, operator, probe, least, look, execution)
