@@ -5,7 +5,7 @@
 The largest power of ten up to which no call was flagged, and the smallest at which half
 of them were; and how often an interval of 95% held the truth or the call was flagged, the
 least of all conditions up to the eighth part of the reciprocal of the unit roundoff. n =
-100, six kinds of spectra, 12 keys each, 5, 20 and 60 steps. References are of the matrix
+100, six kinds of spectra, 60 keys each, 5, 20 and 60 steps. References are of the matrix
 that is rounded to the dtype, by Cholesky in NumPy's extended precision; a matrix that
 rounding has made indefinite is left out.
 """
@@ -22,7 +22,7 @@ import traceax as tx
 
 jax.config.update("jax_enable_x64", True)
 N, STEPS = 100, (5, 20, 60)
-KEYS = jax.random.split(jax.random.key(0), 12)
+KEYS = jax.random.split(jax.random.key(0), 60)
 FUNCTIONS = {
     "logarithm": (tx.Log(), lambda x: x.log_det),
     "inverse": (tx.Inverse(), lambda x: x.trace_of_inverse),
