@@ -96,10 +96,10 @@ def eigh(
 
 @_door
 def svd(
-    x: Inexact[Array, "*b n m"],
-) -> tuple[Inexact[Array, "*b n p"], Real[Array, "*b p"], Inexact[Array, "*b p m"]]:
+    x: Inexact[Array, "n m"],
+) -> tuple[Inexact[Array, "n p"], Real[Array, " p"], Inexact[Array, "p m"]]:
     """Reduced singular value decomposition `x = U diag(s) Vh`, with p the smaller of n
-    and m, of a matrix, or of each of a stack; singular values descend."""
+    and m; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
 

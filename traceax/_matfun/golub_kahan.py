@@ -92,12 +92,13 @@ class GolubKahan(AbstractKrylovMethod):
         eps, run = operator.eps, golub_kahan_run(state, steps)
         square = run.norm**2
 
-        factor = _bidiagonal(run.diagonal, run.above[:-1])
-        again = _bidiagonal(run.projected_diagonal, run.projected_above)
-        (u, _), (s, other), (vh, others) = svd(jnp.stack([factor, again]))
-        values = values_at(function, s, eps)
-        value = jnp.sum(vh[:, 0] ** 2 * values)
-        again = jnp.sum(others[:, 0] ** 2 * values_at(function, other, eps))
+        def gauss(diagonal, above):
+            u, s, vh = svd(_bidiagonal(diagonal, above))
+            values = values_at(function, s, eps)
+            return jnp.sum(vh[:, 0] ** 2 * values), values, (u, s, vh)
+
+        value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
+        again, *_ = gauss(run.projected_diagonal, run.projected_above)
         # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of

@@ -90,14 +90,16 @@ class Lanczos(AbstractKrylovMethod):
         """As for every method. `largest` is an eigenvalue that is certain to exist."""
         eps, run = operator.eps, lanczos_run(state, steps)
         matrix = tridiagonal(run.alpha, run.beta)
-        again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
-        (nodes, other), (vectors, others) = eigh(jnp.stack([matrix, again]))
+        nodes, vectors = eigh(matrix)
         square, first = run.norm**2, jnp.ones(1, bool)
         values = values_at(function, nodes, eps)
         weights = vectors[0] ** 2
         value = jnp.sum(weights * values)
+        # Apart from the first one, so that a call of which only the value is used is
+        # compiled without.
+        again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
         moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
-        again = integral(moved, (other, others), first)
+        again = integral(moved, eigh(again), first)
 
         border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)
         compression = Compression(matrix, border[None], nodes, vectors)

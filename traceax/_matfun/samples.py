@@ -17,11 +17,11 @@ from .quadratic_form import QuadraticForm, span
 
 
 class FormMoments(eqx.Module):
-    """`Moments` of quadratic forms, and of what is known of their errors, which is real:
-    lower and upper ends of brackets, sizes of roundings, magnitudes, what is unresolved,
-    and spreads."""
+    """`Moments` of quadratic forms, and of what is known of their errors: lower and upper
+    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads."""
 
-    joint: Moments
+    forms: Moments
+    errors: Moments
 
     @classmethod
     def of(
@@ -30,40 +30,41 @@ class FormMoments(eqx.Module):
         errors: Real[Array, "m 6"],
         valid: Bool[Array, " m"],
     ) -> "FormMoments":
-        columns = [samples[:, None], errors.astype(samples.dtype)]
-        return cls(Moments.of(jnp.concatenate(columns, axis=1), valid))
+        return cls(Moments.of(samples, valid), Moments.of(errors, valid))
 
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
-        return cls(Moments.merge(parts.joint))
+        return cls(Moments.merge(parts.forms), Moments.merge(parts.errors))
 
     @property
     def count(self) -> Real[Array, "*parts"]:
-        return self.joint.count
+        return self.forms.count
 
     @property
     def mean(self) -> Inexact[Array, ""]:
-        return self.joint.mean[0]
+        return self.forms.mean
 
     @property
     def mean_errors(self) -> Real[Array, "6"]:
-        return self.joint.center[0, 1:]
+        return self.errors.center[0]
 
     def std_err(self) -> Real[Array, ""]:
-        return self._std_errs()[0]
+        return jnp.maximum(self.forms.std_err(), self._least_std_err)
 
-    def _std_errs(self) -> Real[Array, "7"]:
-        """All at least what follows from the spreads."""
-        joint, count = self.joint, jnp.maximum(self.count, 1)
-        variance = joint.squares[0, -1] / count
-        spread = jnp.hypot(joint.center[0, -1], joint.unit[-1] * jnp.sqrt(variance))
-        return jnp.maximum(joint.std_err(), spread / jnp.sqrt(count))
+    @property
+    def _least_std_err(self) -> Real[Array, ""]:
+        """What follows from the spreads."""
+        errors, count = self.errors, jnp.maximum(self.count, 1)
+        variance = errors.squares[0, -1] / count
+        spread = jnp.hypot(errors.center[0, -1], errors.unit[-1] * jnp.sqrt(variance))
+        return spread / jnp.sqrt(count)
 
     def bounds(self, common: Real[Array, ""] | float = 0.0) -> Real[Array, "2 2"]:
         """Bounds of the mean of the forms, each with its standard error, with a rounding
         error `common` to all."""
         low, high, rounding, _, unresolved, _ = self.mean_errors
-        _, low_std_err, high_std_err, *_ = self._std_errs()
+        std_errs = jnp.maximum(self.errors.std_err(), self._least_std_err)
+        low_std_err, high_std_err, *_ = std_errs
         rounding = rounding + unresolved + common
         low, high = low - rounding, high + rounding
         return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
