@@ -18,10 +18,11 @@ from .quadratic_form import QuadraticForm, span
 
 class FormMoments(eqx.Module):
     """`Moments` of quadratic forms, and of what is known of their errors: lower and upper
-    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads."""
+    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads.
+    Devices send each other all that is stored, and so the count once."""
 
     forms: Moments
-    errors: Moments
+    uncounted: Moments
 
     @classmethod
     def of(
@@ -30,11 +31,18 @@ class FormMoments(eqx.Module):
         errors: Real[Array, "m 6"],
         valid: Bool[Array, " m"],
     ) -> "FormMoments":
-        return cls(Moments.of(samples, valid), Moments.of(errors, valid))
+        return cls(
+            Moments.of(samples, valid), _with_count(Moments.of(errors, valid), None)
+        )
 
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
-        return cls(Moments.merge(parts.forms), Moments.merge(parts.errors))
+        errors = _with_count(Moments.merge(parts.errors), None)
+        return cls(Moments.merge(parts.forms), errors)
+
+    @property
+    def errors(self) -> Moments:
+        return _with_count(self.uncounted, self.count)
 
     @property
     def count(self) -> Real[Array, "*parts"]:
@@ -68,6 +76,11 @@ class FormMoments(eqx.Module):
         rounding = rounding + unresolved + common
         low, high = low - rounding, high + rounding
         return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
+
+
+def _with_count(moments: Moments, count: Array | None) -> Moments:
+    where = lambda moments: moments.count  # noqa: E731
+    return eqx.tree_at(where, moments, count, is_leaf=lambda x: x is None)
 
 
 def stream_forms(
