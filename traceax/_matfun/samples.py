@@ -54,7 +54,7 @@ class FormMoments(eqx.Module):
 
     @property
     def mean_errors(self) -> Real[Array, "6"]:
-        return self.errors.center[0]
+        return self.uncounted.center[0]
 
     def std_err(self) -> Real[Array, ""]:
         return jnp.maximum(self.forms.std_err(), self._least_std_err)
