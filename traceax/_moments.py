@@ -152,7 +152,7 @@ def _beside(x: Array, entries: Array) -> Array:
 # Reductions over the first axis of large arrays are ten times slower on CPU than the same
 # arithmetic on whole slices, one after another: written out where they are few, else in a
 # loop.
-_SHORT, _LARGE = 8, 4096
+_SHORT, _LARGE = 8, 1024
 
 
 def _over_first(
