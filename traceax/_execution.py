@@ -112,8 +112,8 @@ class AbstractExecution(eqx.Module):
         """The operator, or its adjoint, applied to the columns of `x`, shape `(n, m)`."""
         if not adjoint:
             return self.map(FlatOperator.mv, operator, x.T).T
-        # The adjoint of a dense matrix is fastest from rows to rows: XLA on CPU would fold
-        # the transposes into a product that takes 1.2 times as long.
+        # The adjoint of a dense matrix is fastest from rows to rows. XLA on CPU folds
+        # these transposes into a product that takes 1.2 times as long.
         rows = jax.lax.optimization_barrier(x.T)
         products = self.map(FlatOperator.adjoint_mv, operator, rows)
         return jax.lax.optimization_barrier(products).T
