@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from traceax import _threefry
 
 
 REAL = [tx.RademacherSampler, tx.NormalSampler, tx.SphereSampler]
@@ -170,6 +171,57 @@ def test_long_vectors_are_drawn_by_halves(sampler, dtype, n):
 @eqx.filter_jit
 def draw_one(sampler, key, n, dtype):
     return sampler.sample(key, n, dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "partitionable"),
+    [
+        (jr.key(11), True),
+        (jr.key(11), False),
+        (jr.PRNGKey(11), True),
+        (jr.key(11, impl="rbg"), True),
+    ],
+    ids=["typed", "not partitionable", "raw", "other generator"],
+)
+def test_random_numbers_are_those_of_jax(key, partitionable):
+    def drawn(key, keys):
+        for width in (8, 16, 32, 64):
+            yield jr.bits(key, (3, 5), f"uint{width}")
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.complex128):
+            yield jr.normal(key, (33,), dtype)
+        yield jr.uniform(key, ())
+        yield jr.key_data(jr.split(key, (2, 3)))
+        yield jr.key_data(keys)
+
+    indices = jnp.asarray([0, 1, 2**32 - 1], jnp.uint32)
+
+    @jax.jit
+    def ours(key):
+        keys = jax.vmap(lambda i: _threefry.fold_in(key, i))(indices)
+        assert keys.dtype == key.dtype
+        return list(drawn(_threefry.fast(key), keys))
+
+    @jax.jit
+    def theirs(key):
+        return list(drawn(key, jax.vmap(lambda i: jr.fold_in(key, i))(indices)))
+
+    with jax.threefry_partitionable(partitionable):
+        assert all(map(np.array_equal, ours(key), theirs(key)))
+
+
+@pytest.mark.parametrize("sampler", [tx.RademacherSampler, tx.NormalSampler])
+def test_random_words_are_computed_in_one_place(sampler):
+    """Not once for each sign, nor for each place that reads a probe."""
+
+    def read_thrice(key):
+        probes = sampler(jnp.float32)(key, 1600, 8)
+        return probes @ probes.T, jnp.sum(probes, axis=0), jnp.roll(probes, 1) - probes
+
+    text = jax.jit(read_thrice).lower(jr.key(0)).compile().as_text()
+    computations = text.split("\n\n")
+    rounds = [part.count(" shift-left(") for part in computations]
+    assert sorted(rounds)[-2:] == [0, 40]
+    assert " while(" not in text
 
 
 @over(CASES)

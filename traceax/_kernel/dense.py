@@ -19,6 +19,8 @@ import jax.random as jr
 import jax.scipy.linalg
 from jaxtyping import Array, Inexact, Real
 
+from .._threefry import fast
+
 
 _on_host = ContextVar("_on_host", default=False)
 _by_rows = ContextVar("_by_rows", default=False)
@@ -112,7 +114,7 @@ def _eig(x: Array) -> tuple[Array, Array, Array]:
         return values, vectors, inverse
 
     def apart():
-        noise = jr.normal(jr.key(0), x.shape, x.dtype) / len(x)
+        noise = jr.normal(fast(jr.key(0)), x.shape, x.dtype) / len(x)
         return attempt(x + eps**0.5 * jnp.linalg.norm(x) * noise)
 
     eps = float(jnp.finfo(x.dtype).eps)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Scalar
 
+from .._threefry import fast
 from .dense import eig, expm, inverse
 
 
@@ -46,7 +47,7 @@ def rounded(matrix: Inexact[Array, "s s"], eps: float) -> Inexact[Array, "s s"]:
     """The matrix with a rounding error added to each entry, up or down by `eps` times the
     largest one."""
     size = eps * jnp.max(jnp.abs(matrix))
-    signs = jr.rademacher(jr.key(0), matrix.shape, size.dtype)
+    signs = jr.rademacher(fast(jr.key(0)), matrix.shape, size.dtype)
     return matrix + size * signs
 
 
