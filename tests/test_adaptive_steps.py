@@ -192,6 +192,36 @@ def test_after_deflation(block, k):
     assert narrower / 2 <= 0.1 * 3 * aimed
 
 
+def test_before_deflation():
+    """Without a block the first probe says how much to deflate: as for an estimate
+    without deflation. Then as many steps are chosen as what is left takes."""
+    matrix, steps = hermitian(4, SPECTRA["decaying"]), tx.AdaptiveSteps()
+    undeflated = tx.SLQEstimator(tx.SphereSampler())
+    first = log_det(matrix, KEY, steps, k=8, estimator=undeflated).stats["num_steps"]
+    estimator = tx.KrylovAwareEstimator()
+    solution = log_det(matrix, KEY, steps, k=8, estimator=estimator)
+    then = solution.stats["num_steps"]
+    deflated = 2 * min(2 * first, N // 2)
+    assert solution.stats["num_matvecs"] == first + deflated + then + (8 - 2 * 2) * then
+    low, high = solution.interval()
+    assert low <= np.sum(np.log(SPECTRA["decaying"])) <= high
+
+
+def test_of_a_deflation_that_grows():
+    """As with the number of steps that the first probe finds to be enough for the
+    tolerance."""
+    matrix = hermitian(4, SPECTRA["condition 1e3"])
+    budget = tx.Adaptive(rtol=0.01, max_k=200, round_size=4)
+    settings = {"k": budget, "estimator": tx.KrylovAwareEstimator()}
+    solution = log_det(matrix, KEY, tx.AdaptiveSteps(), **settings)
+    steps = int(solution.stats["num_steps"])
+    told = log_det(matrix, KEY, steps, **settings)
+    assert 1 < steps < 64
+    assert solution.result == told.result == tx.RESULTS.successful
+    assert np.isclose(solution.value, told.value, rtol=1e-10)
+    assert solution.stats["num_matvecs"] == told.stats["num_matvecs"] + steps
+
+
 def test_on_a_mesh():
     matrix, mesh = hermitian(6, SPECTRA["condition 1e3"]), tx.probe_mesh()
     one = log_det(matrix, KEY, tx.AdaptiveSteps())
@@ -224,16 +254,6 @@ def test_more_than_n_and_a_single_probe():
         (lambda: tx.AdaptiveSteps(max_steps=0), ValueError, "`max_steps` must be at"),
         (lambda: tx.AdaptiveSteps(max_steps=2.0), TypeError, "`max_steps` must be an"),
         (lambda: tx.AdaptiveSteps(share=0), ValueError, "`share` must be positive"),
-        (
-            lambda: tx.logdet(
-                lx.MatrixLinearOperator(jnp.eye(N), PSD),
-                tx.KrylovAwareEstimator(),
-                k=8,
-                key=KEY,
-            ),
-            ValueError,
-            "`KrylovAwareEstimator` without a `block` needs an integer as `num_steps`",
-        ),
     ],
 )
 def test_misuse(call, exception, message):

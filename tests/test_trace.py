@@ -375,6 +375,20 @@ def test_products_are_counted(case, k, block_size):
         assert np.isclose(solution.value, value, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("quantity", [tx.trace, tx.diagonal])
+def test_equal_blocks_are_one_program(quantity):
+    """What is left over by blocks that are not is compiled once more."""
+
+    def places(k):
+        mv, structure = jnp.flip, jax.ShapeDtypeStruct((N,), float)
+        operator = lx.FunctionLinearOperator(mv, structure, PSD)
+        settings = {"k": k, "key": KEYS[0], "execution": tx.Local(8)}
+        call = lambda: quantity(operator, HUTCHINSON.estimator, **settings).value  # noqa: E731
+        return str(jax.make_jaxpr(call)()).count(" rev[")
+
+    assert places(16) == places(10) == places(14) < places(11)
+
+
 @pytest.mark.parametrize("block_size", [None, 1, 5])
 def test_block_size_of_the_exact_trace_does_not_matter(block_size):
     matrix, execution = hermitian(0, INDEX**-1.0), tx.Local(block_size)

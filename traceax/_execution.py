@@ -163,8 +163,9 @@ class Local(AbstractExecution):
 
     **Attributes:**
 
-    - `block_size`: probe vectors per block. `None` takes 128, or fewer where n is large:
-        so many that a block of probes holds at most a million numbers and, for
+    - `block_size`: probe vectors per block, at most; where all blocks can be made equal
+        by fewer, down to half of it, they are. `None` takes 128, or fewer where n is
+        large: so many that a block of probes holds at most a million numbers and, for
         estimators that keep a Krylov basis for each probe, all bases at most 64 million.
     - `host_factorisations`: whether dense factorisations are made on the host, with
         LAPACK, and the rest on the accelerator. No effect on CPU.
@@ -190,8 +191,7 @@ class Local(AbstractExecution):
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
-        n = operator.size
-        block = self.chunk(n, width)
+        block = even(count, self.chunk(operator.size, width))
         if count == 1:
             # A batch of one takes twice the time under an outer `vmap`.
             only = fn(operator, jax.tree.map(lambda x: x[0], xs))
@@ -211,8 +211,17 @@ class Local(AbstractExecution):
         return factorising(on_host=self.host_factorisations, by_rows=False)
 
 
+def even(count: int, most: int) -> int:
+    """How many of `count` to take at a time, at most `most`: a divisor, if that is not
+    less than half of it. A remainder would be a second program to compile."""
+    for size in range(min(count, most), (most - 1) // 2, -1):
+        if count % size == 0:
+            return size
+    return min(count, most)
+
+
 Local.__init__.__doc__ = """**Arguments:**
 
-- `block_size`: probe vectors per block; see above.
+- `block_size`: probe vectors per block, at most; see above.
 - `host_factorisations`: default is `False`.
 """

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive
-from ._execution import AbstractExecution
+from ._execution import AbstractExecution, even
 from ._flat import FlatOperator
 from ._quantity import AbstractQuantity, Trace
 from ._solution import failure, RESULTS
@@ -217,7 +217,7 @@ def fold(
 
     # A few at a time, even where products are made one by one: so the summary, which may
     # have as many entries as a vector, is merged less often.
-    size = min(k, max(8, execution.chunk(operator.size, width)))
+    size = even(k, max(8, execution.chunk(operator.size, width)))
     full = k - k % size
 
     def once(indices):

@@ -34,7 +34,7 @@ from .quadratic_form import (
     span,
 )
 from .samples import stream_forms
-from .steps import AdaptiveSteps, excess_of_bracket, Steps
+from .steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 
 
 class KrylovAwareEstimator(AbstractFunctionEstimator):
@@ -64,9 +64,13 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     Cost: without `block` at most `k * num_steps` products; $O(n (b d)^2)$ operations.
     Memory: `b * d` vectors of length n (with `Adaptive` `max_k * num_steps / 2`, and a
     dense eigenvalue problem of that size each time that it grows), and those of the
-    other probes that run at a time. Needs `k >= 3` and a number as `num_steps`; with a
-    `block` it needs `k >= 1`, and `num_steps` may be left out. The quadrature error is
-    in `stats` as with [`traceax.SLQEstimator`][].
+    other probes that run at a time. Needs `k >= 3`, with a `block` `k >= 1`. The
+    quadrature error is in `stats` as with [`traceax.SLQEstimator`][].
+
+    With [`traceax.AdaptiveSteps`][], so if `num_steps` is left out, `num_steps` above is
+    what the first probe takes before anything is deflated, and memory is that of
+    `max_steps`. For a fixed k, whose error becomes smaller by the deflation, and with a
+    `block`, the steps of the other probes are chosen after it.
 
     !!! Example
 
@@ -138,8 +142,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        self._check(operator, function, num_steps)
-        deflated = self._deflate(operator, function, k, num_steps, key, execution)
+        self._check(operator, function)
+        settings = operator, function, k, num_steps, key, execution, quantity
+        deflated = self._deflate(*settings)
         b, deflation, rest = deflated.b, deflated.deflation, deflated.k
         forms = DeflatedForms.of(operator, function, deflation, self.sampler, key, b)
 
@@ -149,7 +154,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def choose(adaptive):
             return forms.choose_steps(adaptive, operator, excess, execution)
 
-        steps = Steps.of(num_steps, choose)
+        steps, products = deflated.first, deflated.products
+        if steps is None or isinstance(k, int):
+            steps = Steps.of(num_steps, choose)
+            products = products + steps.spent
 
         def form(flat, index):
             return forms.form(flat, index, steps, gradient.columns)
@@ -191,7 +199,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             value=attach_derivative(moments.mean, mean),
             std_err=jnp.hypot(std_err, deflation.rounding),
             samples=streamed.samples,
-            num_matvecs=deflated.steps * b + steps.made * streamed.count + steps.spent,
+            num_matvecs=products + steps.made * streamed.count,
             rounding=operator.rounding,
             magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
@@ -205,7 +213,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         self,
         operator: FlatOperator,
         function: AbstractSpectralFunction,
-        num_steps: int | AdaptiveSteps,
     ) -> None:
         if not Lanczos().fits(operator, function):
             raise ValueError(
@@ -213,12 +220,28 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 f"function of its eigenvalues. {found(operator, function)} Tag it if it "
                 "is, or use `traceax.SLQEstimator`."
             )
-        if isinstance(num_steps, AdaptiveSteps) and self.block is None:
-            raise ValueError(
-                "`KrylovAwareEstimator` without a `block` needs an integer as "
-                "`num_steps`. Found `num_steps=traceax.AdaptiveSteps(...)`. Pass an "
-                "integer or a `block`, or use `traceax.SLQEstimator`."
-            )
+
+    def _first_steps(
+        self,
+        operator: FlatOperator,
+        function: AbstractSpectralFunction,
+        k: int | Adaptive,
+        num_steps: int | AdaptiveSteps,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+        quantity: AbstractQuantity,
+    ) -> Steps:
+        """How many steps a probe takes before anything is deflated."""
+
+        def excess(value, bracket, deviation):
+            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
+
+        def choose(adaptive):
+            probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
+            settings = Lanczos(), operator, function, None, probe, excess, execution
+            return choose_steps_of_form(adaptive, *settings)
+
+        return Steps.of(num_steps, choose)
 
     def _deflate(
         self,
@@ -228,11 +251,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
+        quantity: AbstractQuantity,
     ) -> "_Deflated":
         """Block Lanczos for half of the budget, or as long as that pays, or as `block`
         says."""
         n, eps = operator.size, operator.eps
-        b, first, most, rest = self._split(k, num_steps)
+        settings = operator, function, k, num_steps, key, execution, quantity
+        by = None if self.block else self._first_steps(*settings)
+        b, first, most, rest = self._split(k, by)
         b = min(b, n)
         total = min(most, -(-n // b))
         start = draw_for(operator, self.sampler, key, jnp.arange(b))
@@ -248,33 +274,33 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
             advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
             run = block_lanczos_start(start, total, eps=eps)
-            steps = jnp.asarray(min(first, total), jnp.int32)
+            steps = jnp.minimum(jnp.asarray(first, jnp.int32), total)
             if isinstance(rest, Adaptive) and rest.state is not None:
                 earlier, steps, loop = rest.state
                 run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
             else:
                 run = advance(run, 0, steps)
-                if isinstance(rest, Adaptive) and isinstance(num_steps, int):
-                    run, steps = _grow(rest, advance, look, run, steps, num_steps)
+                if isinstance(rest, Adaptive) and by is not None:
+                    run, steps = _grow(rest, advance, look, run, steps, by.made)
             deflation = look(run, steps)
-        return _Deflated(b, deflation, run, steps, rest)
+        return _Deflated(b, deflation, run, steps, rest, by)
 
     def _split(
-        self, k: int | Adaptive, num_steps: int | AdaptiveSteps
-    ) -> tuple[int, int, int, int | Adaptive]:
+        self, k: int | Adaptive, by: Steps | None
+    ) -> tuple[int, Int[Array, ""] | int, int, int | Adaptive]:
         """The size of a block, how many steps it makes at first and at most, and the
         budget for the other probes."""
-        if self.block is not None:
+        if by is None:
+            assert self.block is not None
             size, steps = self.block
             return size, steps, steps, k
-        assert isinstance(num_steps, int)
         if not isinstance(k, Adaptive):
             b = max(1, k // 4)
-            return b, 2 * num_steps, 2 * num_steps, k - 2 * b
+            return b, 2 * by.made, 2 * by.most, k - 2 * b
         b = max(1, k.round_size // 4)
         rounds = max(2, k.max_k // (2 * b))
         rest = dataclasses.replace(k, max_k=k.max_k - rounds * b)
-        return b, 2 * num_steps, rounds * num_steps, rest
+        return b, 2 * by.made, rounds * by.most, rest
 
 
 def _grow(
@@ -283,7 +309,7 @@ def _grow(
     look: Callable[[BlockLanczosState, Int[Array, ""]], Deflation],
     run: BlockLanczosState,
     steps: Int[Array, ""],
-    num_steps: int,
+    num_steps: Int[Array, ""] | int,
 ) -> tuple[BlockLanczosState, Int[Array, ""]]:
     """Deflate more, as long as that saves more products than it costs (Chen and Hallman,
     section 5, with the variance of the error bar in the place of a tail bound)."""
@@ -313,13 +339,19 @@ def _is_pair(block: Any) -> bool:
 
 
 class _Deflated(eqx.Module):
-    """What `steps` steps with blocks of size `b` have found, and what is left of k."""
+    """What `steps` steps with blocks of size `b` have found, and what is left of k; how
+    many steps a probe took at `first`."""
 
     b: int
     deflation: Deflation
     run: BlockLanczosState
     steps: Int[Array, ""]
     k: int | Adaptive
+    first: Steps | None
+
+    @property
+    def products(self) -> Int[Array, ""]:
+        return self.steps * self.b + (0 if self.first is None else self.first.spent)
 
     def state(self, loop: PyTree[Array]) -> PyTree[Array]:
         return (self.run, self.steps, loop) if isinstance(self.k, Adaptive) else None

@@ -7,7 +7,7 @@ from jaxtyping import PRNGKeyArray, Scalar
 from .._adaptive import Adaptive, largest_budget
 from .._checks import check_instance
 from .._execution import AbstractExecution
-from .._flat import FlatOperator, freeze
+from .._flat import FlatOperator
 from .._gradient import attach_derivative
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
@@ -21,7 +21,7 @@ from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
 from .quadratic_form import check_domain, check_precision
 from .samples import stream_forms
-from .steps import AdaptiveSteps, choose_steps, excess_of_bracket, Steps
+from .steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -129,15 +129,8 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         def choose(adaptive):
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            constants = freeze((function, bound))
-            least = 1 if function.bracketed else 4
-
-            def look(flat, state, made):
-                form = krylov.read(flat, state, made, *constants, columns=1)
-                return excess(form.value, form.bracket, form.deviation)
-
-            settings = krylov, operator, probe, least, look, execution
-            return choose_steps(adaptive, *settings)
+            settings = krylov, operator, function, bound, probe, excess, execution
+            return choose_steps_of_form(adaptive, *settings)
 
         steps = Steps.of(num_steps, choose)
 

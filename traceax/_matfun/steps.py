@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 from .._adaptive import Adaptive
 from .._checks import check_positive
 from .._execution import AbstractExecution
-from .._flat import FlatOperator
+from .._flat import FlatOperator, freeze
 from .._quantity import AbstractQuantity
 from .._solution import failure, RESULTS
+from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 
 
@@ -146,6 +147,28 @@ class Steps(eqx.Module):
         if isinstance(k, Adaptive):
             result = failure(missed(k) > 1, RESULTS.max_steps_reached)
         return {"num_steps": jnp.asarray(self.made)}, result
+
+
+def choose_steps_of_form(
+    adaptive: AdaptiveSteps,
+    krylov: AbstractKrylovMethod,
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    bound: Scalar | float | None,
+    probe: Inexact[Array, " n"],
+    excess: Callable[[Array, Array, Array], Real[Array, ""]],
+    execution: AbstractExecution,
+) -> Int[Array, ""]:
+    """How many steps a quadratic form with this probe takes. `excess` is of its value,
+    its bracket and its deviation; `bound` is a lower one of the eigenvalues."""
+    constants = freeze((function, bound))
+    least = 1 if function.bracketed else 4
+
+    def look(flat, state, made):
+        form = krylov.read(flat, state, made, *constants, columns=1)
+        return excess(form.value, form.bracket, form.deviation)
+
+    return choose_steps(adaptive, krylov, operator, probe, least, look, execution)
 
 
 def choose_steps(
