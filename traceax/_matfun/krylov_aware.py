@@ -221,28 +221,6 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 "is, or use `traceax.SLQEstimator`."
             )
 
-    def _first_steps(
-        self,
-        operator: FlatOperator,
-        function: AbstractSpectralFunction,
-        k: int | Adaptive,
-        num_steps: int | AdaptiveSteps,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-        quantity: AbstractQuantity,
-    ) -> Steps:
-        """How many steps a probe takes before anything is deflated."""
-
-        def excess(value, bracket, deviation):
-            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
-
-        def choose(adaptive):
-            probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
-            settings = Lanczos(), operator, function, None, probe, excess, execution
-            return choose_steps_of_form(adaptive, *settings)
-
-        return Steps.of(num_steps, choose)
-
     def _deflate(
         self,
         operator: FlatOperator,
@@ -255,9 +233,17 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     ) -> "_Deflated":
         """Block Lanczos for half of the budget, or as long as that pays, or as `block`
         says."""
+
+        def excess(value, bracket, deviation):
+            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
+
+        def choose(adaptive):
+            probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
+            settings = Lanczos(), operator, function, None, probe, excess, execution
+            return choose_steps_of_form(adaptive, *settings)
+
         n, eps = operator.size, operator.eps
-        settings = operator, function, k, num_steps, key, execution, quantity
-        by = None if self.block else self._first_steps(*settings)
+        by = None if self.block else Steps.of(num_steps, choose)
         b, first, most, rest = self._split(k, by)
         b = min(b, n)
         total = min(most, -(-n // b))
