@@ -70,7 +70,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     With [`traceax.AdaptiveSteps`][], so if `num_steps` is left out, `num_steps` above is
     what the first probe takes before anything is deflated, and memory is that of
     `max_steps`. For a fixed k, whose error becomes smaller by the deflation, and with a
-    `block`, the steps of the other probes are chosen after it.
+    `block`, the steps of the other probes are chosen after it. Each choice costs the
+    products of one probe more.
 
     !!! Example
 
