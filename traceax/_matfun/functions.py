@@ -83,8 +83,9 @@ class AbstractSpectralFunction(eqx.Module):
     ) -> tuple[Inexact[Array, "s s"], Inexact[Array, "s s"]]:
         """The function and its derivative of a small matrix, for operators that are not
         Hermitian; by default from its eigenvalues and eigenvectors. Where the
-        eigenvectors are too ill conditioned, no digit is correct; the run detects this
-        and reports `RESULTS.precision_lost`. Override it where there is a better
+        eigenvectors are too ill conditioned, half of the digits are correct; the run
+        measures this, and reports `RESULTS.precision_lost` where it is a large part of
+        the error bar. Override it where there is a better
         method.
 
         **Arguments:**

@@ -181,8 +181,8 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """How many steps this probe takes until the excess that `look(operator, state,
-    steps)` finds is small enough. It looks after 4 steps, and each time their number has
-    grown by a third; if `least` is below 4, from that many on."""
+    steps)` finds is small enough. It looks after 4, 8, 12 and 16 steps, and then each
+    time their number has grown by a third; if `least` is 1, after 1 and 2 too."""
     most = adaptive.max_steps
 
     def run(flat, probe):
