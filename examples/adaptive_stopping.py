@@ -257,10 +257,10 @@ plt.show()
 print(f"asked 95%: the naive rule has {naive(0.95):.1%}")
 
 # %% [markdown]
-# Three things make the difference: the quantile of Student's t, the factor for few and
-# skewed samples in the [error bar](../error_bars.md), and checking rarely, after a round
-# rather than after each sample. At low confidences the large surplus has another reason:
-# the least that a run spends, 16 products or 10 samples, is more than they need.
+# The two rules differ in three things: the quantile of Student's t, the factor for few
+# and skewed samples in the [error bar](../error_bars.md), and checking rarely, after a
+# round rather than after each sample. At low confidences the large surplus has another
+# reason: the least that a run spends, 16 products or 10 samples, is more than they need.
 
 # %% [markdown]
 # ## A run that ended too soon

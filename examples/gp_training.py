@@ -355,10 +355,11 @@ plt.show()
 #
 # Most products are saved elsewhere. A solve that starts from the last one, and stops at
 # an error that is small beside the noise, takes few steps. And no preconditioner is
-# made: for the hyperparameters at the end it makes values accurate, but gradients hardly.
-# Without one the gradient also takes fewer products with the derivatives of $A$, which
-# the table does not count: four for each probe, where a preconditioner adds as many as
-# its rank. It pays where it saves many steps, for smaller noise or more points.
+# made: for the hyperparameters at the end it makes values accurate, but gradients
+# [hardly](../how_to/gaussian_processes.md#as-few-probes-as-the-optimiser-needs). Without
+# one the gradient also takes fewer products with the derivatives of $A$, which the table
+# does not count: four for each probe, where a preconditioner adds as many as its rank. It
+# pays where it saves many steps, for smaller noise or more points.
 #
 # If you need one accurate likelihood, to compare models, spend the products for it at the
 # end.

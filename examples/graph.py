@@ -242,9 +242,11 @@ for name in ("digits", "hubs"):
 # Krylov-aware estimator finds the eigenvector and samples only the rest, which gives nine
 # digits or so here. On `digits`, with its many large eigenvalues, it is better by less.
 #
-# The error bars are those of sampling. For $e^x$ there is no bracket of the quadrature
-# error (see [Two errors](../logdet.md#two-errors)), so look whether more steps change the
-# answer. On `hubs`, where the sampling error is tiny, the quadrature error can be seen:
+# The error bars are those of sampling. For $e^x$ there is no proven bracket of the
+# quadrature error (see [Two errors](../logdet.md#two-errors)). `solution.interval()`
+# counts an estimate, which is very cautious where a few eigenvalues are nearly the whole
+# sum; so look whether more steps change the answer. On `hubs`, where the sampling error
+# is tiny, the quadrature error can be seen:
 
 # %%
 for num_steps in (4, 8, 16):

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Heritability from a file of genotypes
 #
+# You learn how to estimate traces of products of matrices from data in a file, to save a
+# long run and to go on with it.
+#
 # How much of the variance of a trait is due to which part of the genome?
 # Haseman-Elston regression answers with traces of products of relationship matrices
 # $K_c = Z_c Z_c^T / m_c$, one for each of several components of the genome. A biobank
@@ -77,8 +80,9 @@ forms = np.array([trait @ operator.mv(trait) for operator in operators])
 # ## Traces of products
 #
 # `tx.frobenius_products` estimates $\mathrm{tr}(A_a A_b)$ for all pairs of blocks from
-# products of each with the same probes. A round of 16 probes is one pass over the file.
-# Each call makes two rounds, and is followed by saving its state.
+# products of each with the same probes. A round of 16 probes, which are all held at once
+# (`block_size`), is one pass over the file. Each call makes two rounds, and is followed
+# by saving its state.
 
 # %%
 meter = eqxi.TextProgressMeter()
@@ -87,7 +91,8 @@ meter = eqxi.TextProgressMeter()
 def traces(calls, state=None):
     settings = {"round_size": 16, "progress": meter, "state": state}
     k = tx.Adaptive(rtol=1e-3, max_k=32 * calls, **settings)
-    return tx.frobenius_products(operators, k=k, key=jr.key(1), throw=False)
+    call = {"key": jr.key(1), "execution": tx.Local(block_size=16), "throw": False}
+    return tx.frobenius_products(operators, k=k, **call)
 
 
 first = traces(1)
@@ -113,8 +118,9 @@ for solution in (first, second):
 # K_c$: linear equations for the variances. $K_c$ is the mean of its blocks, and
 # $\mathrm{tr} K_c = n$, because variants are standardised. So the equations without a
 # block follow from the same numbers, and the jackknife over blocks, for the error bars,
-# takes no further pass. (With exact traces, 600 individuals and 2,400 variants, the bars
-# were 1.0 to 1.5 times the spread over 400 traits; 95% intervals covered 94 to 97%.)
+# takes no further pass. (In an experiment that is not shown, with exact traces, 600
+# individuals and 2,400 variants, the bars were 1.0 to 1.5 times the spread over 400
+# traits; 95% intervals covered 94 to 97%.)
 
 
 # %%

@@ -7,7 +7,7 @@
 #
 # No accelerator is needed: a flag makes JAX pretend that the CPU is eight devices. It has
 # to be set before JAX starts. On a machine with eight accelerators leave out the first
-# two of these settings; nothing else changes.
+# two of these settings. Nothing else changes; the two processes below stay on the CPU.
 
 # %%
 import os
@@ -247,7 +247,7 @@ def run_program(num_processes):
     flags = f"--xla_force_host_platform_device_count={4 // num_processes}"
     command = [sys.executable, str(program), address, str(num_processes)]
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    settings["env"] = os.environ | {"XLA_FLAGS": flags}
+    settings["env"] = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     group = [
         subprocess.Popen([*command, str(index)], **settings)
         for index in range(num_processes)

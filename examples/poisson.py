@@ -1,6 +1,9 @@
 # %% [markdown]
 # # A differential equation in 100 dimensions
 #
+# You learn how to train a network on a differential equation with Laplacians from a few
+# random directions, and what that saves.
+#
 # Poisson's equation $-\Delta u = f$ in the unit ball of 100 dimensions, with $u = 0$ on
 # its boundary. A grid is out of the question; a network $u_\theta$ can be trained until
 # its residual $\Delta u_\theta + f$ is small at random points. The exact Laplacian takes
@@ -153,6 +156,6 @@ plt.show()
 
 # %% [markdown]
 # Both ways end at the same error: what the random directions add to the noise of the
-# gradient is small beside the noise from 64 random points. They take a fraction of the
-# time, and the fraction falls with the dimension: with `k=4` only the cost of the first
-# layer depends on the dimension.
+# gradient, which has that of 64 random points too, does no harm. They take a fraction of
+# the time. With `k=4` only the cost of the first layer depends on the dimension, so in
+# more dimensions they save more.

@@ -252,6 +252,9 @@ def test_missing_tag():
         ({"rtol": -0.1}, "`rtol` must not be negative"),
         ({"rtol": math.nan}, "`rtol` must not be negative"),
         ({"atol": -1}, "`atol` must not be negative"),
+        ({"atol": np.float32(-1)}, "`atol` must not be negative"),
+        ({"rtol": jax.numpy.asarray(-0.1)}, "`rtol` must not be negative"),
+        ({"rtol": jax.numpy.zeros(())}, "needs a tolerance"),
         ({}, "needs a tolerance"),
         ({"rtol": 0.1, "max_k": 0}, "`max_k` must be a Python integer"),
         ({"rtol": 0.1, "max_k": 3.0}, "`max_k` must be a Python integer"),
@@ -272,6 +275,18 @@ def test_bad_arguments(settings, match):
     with pytest.raises(ValueError, match=match) as caught:
         budget(**settings)
     assert "Found" in str(caught.value)
+
+
+def test_tolerances_are_scalars():
+    with pytest.raises(TypeError, match=r"`rtol` must be a real number.*jax\.vmap"):
+        budget(rtol=np.full(3, 0.1))
+
+
+def test_the_smallest_budget_is_one():
+    k = tx.Adaptive(rtol=0.1, max_k=1)
+    solution = trace(lx.MatrixLinearOperator(DECAY, PSD), HUTCHINSON, k, throw=False)
+    assert solution.stats["num_matvecs"] == 1
+    assert solution.result == tx.RESULTS.max_matvecs_reached
 
 
 def test_max_k_and_keywords_are_required():

@@ -171,7 +171,9 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
         tx.trace(operator, estimator, k=again, **settings)
 
 
-@pytest.mark.parametrize(("estimator", "tags"), [(HUTCHINSON, ()), (XNYSDIAG, PSD)])
+@pytest.mark.parametrize(
+    ("estimator", "tags"), [(HUTCHINSON, ()), (XNYSDIAG, PSD), (AUTO, ())]
+)
 def test_budget_above_n_ends_exact(estimator, tags):
     """Where the tolerance is out of reach, n products that were kept back."""
     operator = matrix_free(jnp.asarray(FLAT), tags)
@@ -181,6 +183,24 @@ def test_budget_above_n_ends_exact(estimator, tags):
     assert np.allclose(solution.value, np.diag(FLAT), rtol=1e-12)
     assert np.max(solution.std_err) < 1e-12
     assert N <= solution.stats["num_matvecs"] <= 2 * N
+
+
+@pytest.mark.parametrize("max_k", [N, N + 8, 3 * N])
+def test_default_stops_early_whatever_the_budget(max_k):
+    """It takes the exact answer at once only where a round is enough for that."""
+    operator = matrix_free(jnp.asarray(FLAT), PSD)
+    solution = tx.diagonal(operator, k=budget(rtol=0.3, max_k=max_k), key=KEYS[0])
+    assert solution.result == tx.RESULTS.successful
+    assert solution.stats["num_matvecs"] < N
+    known = lx.MatrixLinearOperator(jnp.asarray(FLAT))
+    assert tx.diagonal(known, k=budget(rtol=0.3), key=KEYS[0]).stats["num_matvecs"] == 0
+
+
+def test_exact_estimator_may_spend_what_is_kept_back():
+    operator = matrix_free(jnp.asarray(FLAT))
+    k = tx.Adaptive(rtol=0.1, max_k=N + 20)
+    solution = tx.trace(operator, tx.ExactTraceEstimator(), k=k)
+    assert np.allclose(solution.value, np.trace(FLAT), rtol=1e-12)
 
 
 def test_estimator_that_does_not_grow():
@@ -207,3 +227,14 @@ def test_memory_of_signs(gradient):
     compiled = lowered.compile({"xla_backend_optimization_level": 1})
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used <= n * k * 4 / 4
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+def test_scale_does_not_matter(scale):
+    """Squares of errors underflow or overflow; the tolerance is out of reach."""
+    matrix = np.asarray(scale * FLAT, np.float32)
+    operator = matrix_free(jnp.asarray(matrix))
+    k = tx.Adaptive(rtol=1e-6, max_k=48, round_size=16)
+    solution = tx.diagonal(operator, HUTCHINSON, k=k, key=KEYS[0], throw=False)
+    assert solution.result == tx.RESULTS.max_matvecs_reached
+    assert solution.stats["num_matvecs"] == 48

@@ -257,3 +257,76 @@ def test_progress_meter_of_a_batch(capsys):
 
 def test_no_history_unless_asked():
     assert "history" not in trace(OPERATOR, HUTCHINSON, budget(rtol=0.1)).stats
+
+
+def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
+    """As many as the first tolerance asked for; products are counted once."""
+    matrix = jax.numpy.asarray(FLAT + np.eye(N))
+
+    def solve(**settings):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        return tx.logdet(operator, k=budget(**settings), key=KEY, throw=False)
+
+    first = solve(rtol=0.3, max_k=16)
+    for rtol in (0.3, 1e-9):
+        again = solve(rtol=rtol, state=first.state)
+        steps, others = again.stats["num_steps"], first.stats["num_steps"]
+        assert steps == others
+        probes = np.sum(np.isfinite(again.stats["samples"]))
+        assert again.stats["num_matvecs"] == (probes + 1) * steps
+    assert probes == MAX
+    assert not succeeded(again)
+
+
+@pytest.mark.parametrize(
+    "estimator", [tx.KrylovAwareEstimator(), tx.KrylovAwareEstimator(block=(2, 4))]
+)
+def test_deflation_that_goes_on(estimator):
+    matrix = jax.numpy.asarray(DECAY + 0.1 * np.eye(N))
+
+    def solve(**settings):
+        operator, k = lx.MatrixLinearOperator(matrix, PSD), budget(rtol=1e-9, **settings)
+        call = {"k": k, "key": KEY, "throw": False}
+        return tx.logdet(operator, estimator, **call)
+
+    first, whole = solve(max_k=32), solve(max_k=MAX)
+    again = solve(max_k=MAX, state=first.state)
+    assert again.stats["num_steps"] == first.stats["num_steps"]
+    error = again.value - np.linalg.slogdet(matrix)[1]
+    assert np.abs(error) < 6 * again.std_err
+    if estimator.block is not None:
+        assert again.stats["num_matvecs"] == whole.stats["num_matvecs"]
+        np.testing.assert_allclose(again.value, whole.value, rtol=1e-12)
+
+
+def test_numpy_settings_are_those_of_the_same_call():
+    matrix = jax.numpy.asarray(FLAT)
+
+    def solve(**settings):
+        operator, function = lx.MatrixLinearOperator(matrix, PSD), tx.Exp(np.float64(-1))
+        call = {"k": budget(rtol=1e-9, **settings), "num_steps": 4, "key": KEY}
+        return tx.trace_of_function(operator, function, throw=False, **call)
+
+    first = solve(max_k=16)
+    assert solve(state=first.state).stats["num_matvecs"] == 4 * MAX
+
+
+def test_another_norm_is_refused():
+    operator = matrix_free(jax.numpy.asarray(FLAT))
+    settings = {"key": KEY, "throw": False}
+    first = tx.diagonal(operator, HUTCHINSON, k=budget(rtol=0.5, max_k=16), **settings)
+    norm = lambda tree: jax.numpy.max(jax.numpy.abs(tree[0]))  # noqa: E731
+    again = budget(rtol=0.5, norm=norm, state=first.state)
+    with pytest.raises(ValueError, match="same `norm`"):
+        tx.diagonal(operator, HUTCHINSON, k=again, **settings)
+
+
+def test_a_little_more_than_n_is_enough_for_every_estimator():
+    """What is left beside n products may be less than the estimator needs."""
+    operator = lx.MatrixLinearOperator(jax.numpy.asarray(FLAT), PSD)
+    k = tx.Adaptive(rtol=0.5, max_k=N + 2, round_size=2)
+    for norm in (
+        tx.logdet(operator, tx.KrylovAwareEstimator(), k=k, key=KEY, throw=False),
+        tx.frobenius_norm(operator, XTRACE, k=k, key=KEY, throw=False),
+    ):
+        assert np.isfinite(norm.value)

@@ -10,6 +10,7 @@ import lineax as lx
 import numpy as np
 import pytest
 import scipy.linalg
+from scipy.linalg import block_diag
 
 import traceax as tx
 from traceax._kernel.arnoldi import arnoldi_advance, arnoldi_run, arnoldi_start
@@ -541,3 +542,12 @@ def test_misuse():
         tx.logdet(operator, chosen, **settings)
     with pytest.raises(ValueError, match="`operator` must be Hermitian"):
         tx.function_of(operator, tx.Exp(), 3)
+
+
+def test_brackets_are_finite():
+    """The shorter run has the eigenvalue -1, where the logarithm is not defined."""
+    blocks = [np.array([[-1.0, -b], [b, -1.0]]) for b in np.linspace(0.5, 3, 15)]
+    matrix = jnp.asarray(block_diag(*blocks))
+    settings = {"k": 6, "num_steps": 12, "key": jr.key(0), "throw": False}
+    solution = tx.trace_of_function(lx.MatrixLinearOperator(matrix), tx.Log(), **settings)
+    assert not np.isnan(np.stack(solution.interval())).any()

@@ -206,3 +206,18 @@ def test_meshes_pytrees_and_negative_operators():
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
+    """Another tolerance would choose another rank."""
+    matrix = decaying(rate=0.9, shift=1.0)
+
+    def solve(rtol, max_k, state=None):
+        return run(matrix, 1.0, KEY, tx.Adaptive(rtol=rtol, max_k=max_k, state=state))
+
+    loose, small = solve(0.5, 16)
+    solution, rank = solve(1e-6, 80, loose.state)
+    _, alone = solve(1e-6, 80)
+    assert rank == small < alone
+    error = np.abs(solution.value - exact(matrix))
+    assert error < 6 * solution.std_err

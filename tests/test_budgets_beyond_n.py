@@ -112,6 +112,18 @@ def test_a_failed_product_is_still_a_failure():
     assert solution.result == tx.RESULTS.nonfinite_product
 
 
+@pytest.mark.parametrize(
+    ("more", "products"), [(N + 2 * SIZE, N), (N + 5 * SIZE, N + 5 * SIZE)]
+)
+def test_going_on_with_a_budget_beyond_n(more, products):
+    """The exact answer is taken where the budget is enough for it besides the first."""
+    first, _ = estimate(DECAY, XTRACE, budget(rtol=1e-12, max_k=5 * SIZE), gradient=False)
+    again = budget(rtol=1e-12, max_k=more, state=first.state)
+    again, _ = estimate(DECAY, XTRACE, again, gradient=False)
+    assert again.stats["num_matvecs"] == products
+    assert succeeded(again) == (products > N)
+
+
 def test_going_on_from_a_run_that_took_the_exact_answer():
     first, _ = estimate(DECAY, XTRACE, budget(**GENEROUS))
     again = budget(**GENEROUS, state=first.state)

@@ -489,3 +489,14 @@ def test_jacobi_preconditioner_where_nothing_is_known():
     inverse = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=4, key=KEYS[0])
     size = np.maximum(np.abs(found.value), found.std_err)
     assert np.allclose(lx.diagonal(inverse), 1 / size)
+
+
+def test_jacobi_preconditioner_of_one_sample():
+    """It has no error bar."""
+    operator = matrix_free(
+        hermitian(0, np.linspace(1, 2, 6)), lx.positive_semidefinite_tag
+    )
+    found = tx.diagonal(operator, HUTCHINSON.estimator, k=1, key=KEYS[0])
+    inverse = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=1, key=KEYS[0])
+    ones = jnp.ones(6)
+    assert np.allclose(inverse.mv(ones), 1 / np.abs(found.value), rtol=1e-12)

@@ -425,3 +425,52 @@ def test_misuse(change, exception, message):
     arguments = {"operator": OPERATOR, "function": tx.Inverse()} | SETTINGS | change
     with pytest.raises(exception, match=message):
         tx.diagonal_of_function(**arguments)
+
+
+class Jacobi(tx.AbstractPreconditioner):
+    """P is a diagonal."""
+
+    entries: jax.Array
+    num_matvecs: int = 0
+
+    @property
+    def size(self):
+        return len(self.entries)
+
+    @property
+    def logdet(self):
+        return jnp.sum(jnp.log(self.entries))
+
+    @property
+    def largest(self):
+        return jnp.max(self.entries)
+
+    def power(self, exponent, vector):
+        return self.entries**exponent * vector
+
+    def diagonal_of_power(self, exponent):
+        return self.entries**exponent
+
+    def control(self, operator, value, probes, execution):
+        return value
+
+
+def test_a_preconditioner_is_constant_wherever_it_is_made():
+    matrix = hermitian(0, SPECTRUM)
+
+    @jax.jit
+    def slopes(scale, matrix):
+        def values(scale):
+            settings = {"k": 12, "num_steps": 20, "key": KEY}
+            settings["preconditioner"] = Jacobi(scale * jnp.diagonal(matrix))
+            return diagonal(
+                scale * matrix, tx.Inverse(), estimator=HUTCHINSON, **settings
+            ).value
+
+        return values(scale), jax.jvp(values, (scale,), (jnp.ones(()),))[1]
+
+    # The mean of the estimates is proportional to 1 / scale, and so is each of them.
+    value, slope = slopes(jnp.asarray(2.0), matrix)
+    truth = exact_diagonal(2 * matrix, lambda x: 1 / x)
+    errors = np.linalg.norm(value - truth), np.linalg.norm(slope + truth / 2)
+    assert errors[1] < 3 * (errors[0] + 1e-6 * np.linalg.norm(truth))

@@ -198,7 +198,7 @@ def test_several_residuals_share_the_determinant():
         return found.value, found.stats["num_matvecs"], found.stats["solve_steps"]
 
     for count in (1, 3):
-        factors = np.arange(1.0, count + 1)
+        factors = 2.0 ** np.arange(count)  # which change no rounding
         seen.clear()
         values, products, steps = map(np.asarray, run(factors[:, None] * RESIDUAL))
         jax.effects_barrier()
@@ -274,3 +274,27 @@ def test_misuse(kind, parts, change):
         log_prob(**arguments)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("k", [N, tx.Adaptive(rtol=1e-9, max_k=2 * N)], ids=["n", "2 n"])
+def test_exact_determinant_with_a_preconditioner(k):
+    """The solve is scaled by an eigenvalue of the preconditioned operator, not of A."""
+    matrix = (1e4 * kernel(PARAMETERS)).astype(np.float32)
+    operator = matrix_free(matrix, PSD)
+    outer = tx.nystrom_preconditioner(operator, 10, key=jr.key(1), shift=1e3)
+    residual = jnp.asarray(RESIDUAL, jnp.float32)
+    solution = log_prob(matrix, residual, k=k, preconditioner=outer)
+    assert solution.result == tx.RESULTS.successful
+    value, *_ = exact_of(matrix.astype(float), np.asarray(residual, float))
+    assert np.allclose(solution.value, value, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "size"), [(1e30, 1e20), (1e-30, 1e-20)])
+def test_large_and_small_residuals_in_float32(scale, size):
+    matrix = (scale * kernel(PARAMETERS)).astype(np.float32)
+    residual = (size * RESIDUAL).astype(np.float32)
+    solution = log_prob(matrix, residual, k=N)
+    assert solution.result == tx.RESULTS.successful
+    value, *_ = exact_of(matrix.astype(float), residual.astype(float))
+    assert np.allclose(solution.value, value, rtol=1e-4)
+    assert solution.stats["solve_residual"] < 1e-3

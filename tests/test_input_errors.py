@@ -401,3 +401,13 @@ def test_a_preconditioner_needs_finite_products():
     assert made.result == tx.RESULTS.nonfinite_product
     made = tx.pivoted_cholesky_preconditioner(TAGGED, 3, diagonal=jnp.diag(MATRIX))
     assert made.result == tx.RESULTS.successful
+
+
+def test_complex_multiple_of_a_real_operator():
+    """Whose structures are real."""
+    operator = lx.MatrixLinearOperator(jnp.eye(3))
+    for each in (operator * 1j, -(operator * 1j), operator + operator / 1j):
+        with pytest.raises(TypeError, match="real vectors to real ones"):
+            tx.trace(each, k=3)
+    found = tx.trace(lx.MatrixLinearOperator(jnp.eye(3) + 0j) * 1j, k=3)
+    assert found.value == 3j

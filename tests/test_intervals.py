@@ -274,6 +274,17 @@ def test_transformations_of_the_call():
     assert np.allclose(np.stack(batched, 1), expected, rtol=1e-10)
     on_mesh = ends(KEYS[0], 0.9, tx.Sharded(tx.probe_mesh()))
     assert np.allclose(np.stack(on_mesh), expected[0], rtol=1e-10)
+
+    @jax.jit
+    @jax.vmap
+    def solve(key):
+        return tx.logdet(matrix_free(matrix, PSD), k=8, num_steps=5, key=key)
+
+    solutions = solve(KEYS[:3])
+    one_by_one = jax.vmap(lambda solution: solution.interval(0.9))(solutions)
+    assert np.allclose(np.stack(one_by_one, 1), expected, rtol=1e-10)
+    with pytest.raises(ValueError, match=r"batch of solutions.*jax\.vmap"):
+        solutions.interval(0.9)
     wide, narrow = ends(KEYS[0], 0.999), ends(KEYS[0], 0.1)
     assert wide[0] < expected[0, 0] < narrow[0] < narrow[1] < expected[0, 1] < wide[1]
 
@@ -311,3 +322,29 @@ def test_traced_confidence_is_checked():
     solution = tx.trace(lx.DiagonalLinearOperator(jnp.ones(3)), k=3)
     with pytest.raises(RuntimeError, match="`confidence` must be between 0 and 1"):
         eqx.filter_jit(solution.interval)(jnp.asarray(1.5))
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_quadrature_errors_do_not_vanish_at_any_scale(scale):
+    """Squares of the couplings underflow or overflow in float32."""
+    values = np.linspace(0, 60, N)
+    matrix = jnp.asarray(hermitian(0, scale * values), jnp.float32)
+
+    @jax.jit
+    def ends(matrix, rate):
+        settings = {"k": 8, "num_steps": 3, "key": jr.key(0), "throw": False}
+        function = tx.Exp(rate)
+        return tx.trace_of_function(matrix_free(matrix, PSD), function, **settings)
+
+    solution = ends(matrix, jnp.float32(-1 / scale))
+    low, high = solution.interval()
+    assert low <= np.sum(np.exp(-values)) <= high
+    assert np.isfinite(high)
+    assert high - low < 100
+
+
+def test_confidence_that_rounds_to_one():
+    with jax.enable_x64(False):
+        solution = tx.trace(lx.DiagonalLinearOperator(jnp.ones(3)), k=3)
+        with pytest.raises(ValueError, match="must be between 0 and 1"):
+            solution.interval(0.999999998)

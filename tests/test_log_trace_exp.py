@@ -245,6 +245,13 @@ def test_adaptive_and_mesh():
     assert np.allclose(slopes, others, atol=1e-10)
 
 
+def test_interval_of_an_answer_that_became_exact():
+    budget = tx.Adaptive(atol=1e-9, max_k=2 * N, round_size=8)
+    solution = estimate(hermitian(0, SPECTRA["gap"]), 8.0, k=budget)
+    log, *_ = exact_of("gap", 8.0)
+    assert np.allclose(solution.interval(), log, rtol=1e-12)
+
+
 def test_vmap():
     """Over scales, from one run: the temperatures of a partition function."""
     matrix, scales = hermitian(0, SPECTRA["flat"]), np.array([0.5, 1.0, 40.0])
@@ -260,7 +267,7 @@ def test_misuse():
     for kind, part, operator, scale, k in (
         (ValueError, "`operator` must be Hermitian", matrix_free(matrix), 1.0, 3),
         (TypeError, "`scale` must be a real number", tagged, 1j, 3),
-        (TypeError, "For several scales", tagged, jnp.ones(2), 3),
+        (TypeError, "For several of them", tagged, jnp.ones(2), 3),
         (TypeError, "`scale` must be a real number", tagged, "1", 3),
         (ValueError, "`k` must be at least 1", tagged, 1.0, 0),
     ):

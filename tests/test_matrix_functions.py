@@ -675,3 +675,48 @@ def test_custom_function():
     solution = compiled(trace_of, matrix, function, k=8, num_steps=12, **settings)
     assert np.abs(solution.value - exact) < 6 * solution.std_err
     assert eqx.tree_equal(solution.result, tx.RESULTS.successful)
+
+
+@pytest.mark.parametrize("k", [12, tx.Adaptive(rtol=1e-6, max_k=32)], ids=str)
+def test_derivative_in_the_parameters_with_deflation(k):
+    values = 2.0 * 0.5 ** np.arange(40)
+    matrix = hermitian(11, values)
+
+    @eqx.filter_jit
+    def slope(scale, matrix):
+        def value(scale):
+            call = {"k": k, "num_steps": 8, "key": KEY, "throw": False}
+            operator, function = lx.MatrixLinearOperator(matrix, PSD), tx.Exp(scale)
+            return tx.trace_of_function(
+                operator, function, tx.KrylovAwareEstimator(), **call
+            ).value
+
+        return jax.grad(value)(scale)
+
+    found = slope(np.asarray(-0.7), matrix)
+    assert np.allclose(found, np.sum(values * np.exp(-0.7 * values)), rtol=1e-2)
+
+
+def reciprocal(x):
+    return 1 / x
+
+
+SIGNS = np.repeat([1.0, -1.0], 8)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "matrix", "truth"),
+    [
+        (tx.SLQEstimator(), np.diag(SIGNS), 0),
+        (tx.KrylovAwareEstimator(), hermitian(0, SIGNS), 0),
+        (tx.KrylovAwareEstimator(), hermitian(0, np.linspace(1, 2, 16)), None),
+    ],
+    ids=["SLQ", "deflated", "nothing left"],
+)
+def test_a_pole_that_no_eigenvalue_meets(estimator, matrix, truth):
+    """After a breakdown, or where nothing is left, no function value is asked for."""
+    operator = matrix_free(matrix, lx.symmetric_tag)
+    call = {"k": 8, "num_steps": 10, "key": KEY}
+    solution = tx.trace_of_function(operator, reciprocal, estimator, **call)
+    expected = np.trace(np.linalg.inv(matrix)) if truth is None else truth
+    assert np.allclose(solution.value, expected, atol=1e-10)

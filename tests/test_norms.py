@@ -594,3 +594,14 @@ def test_misuse(norm):
 def test_misuse_of_schatten_norms(call, exception, message):
     with pytest.raises(exception, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_steps_of_a_power_that_is_much_larger_than_the_norm(dtype):
+    """Rounding is in the units of the norm, as the tolerance is."""
+    values = np.linspace(1e4, 5e4, 200).astype(dtype)
+    operator = lx.DiagonalLinearOperator(jnp.asarray(values))
+    k = tx.Adaptive(rtol=1e-2, max_k=64)
+    solution = tx.schatten_norm(operator, 3, k=k, key=KEY)
+    assert solution.stats["num_steps"] > 1
+    assert np.allclose(solution.value, np.sum(values.astype(float) ** 3) ** (1 / 3), 1e-2)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tx
 
-from .helpers import matrix_free
+from .helpers import hermitian, matrix_free, PSD
 
 
 class Scale(eqx.Module):
@@ -321,3 +321,16 @@ def test_number_of_products_made(wrap, cost, block_size):
     jax.block_until_ready(solution.value)
     jax.effects_barrier()
     assert len(made) == cost == solution.stats["num_matvecs"]
+
+
+def test_what_is_made_of_hermitian_operators_is_hermitian():
+    values = np.linspace(-1, 1, 4)
+    matrix = jnp.asarray(hermitian(0, values, np.complex128))
+    tagged = lx.MatrixLinearOperator(matrix, tx.hermitian_tag)
+    identity = lx.TaggedLinearOperator(lx.MatrixLinearOperator(jnp.eye(4) + 0j), PSD)
+    combined = -(2.0 * tagged) / 4.0 + identity
+    found = tx.log_trace_exp(combined, k=4).value
+    assert np.allclose(found, np.log(np.sum(np.exp(1 - values / 2))))
+    for other in (1j * tagged, tagged + lx.MatrixLinearOperator(matrix)):
+        with pytest.raises(ValueError, match="must be Hermitian"):
+            tx.log_trace_exp(other, k=4)

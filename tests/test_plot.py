@@ -279,6 +279,19 @@ def stacked(*solutions):
 SEVERAL = stacked(solution(history=HISTORY), solution(history=HISTORY))
 
 
+LEAVES = lx.FunctionLinearOperator(
+    lambda v: v, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}
+)
+
+
+def test_convergence_of_a_diagonal_is_that_of_its_norm():
+    k = tx.Adaptive(rtol=0.5, max_k=2, round_size=2, history=True)
+    estimator = tx.HutchinsonEstimator()
+    found = tx.diagonal(LEAVES, estimator, k=k, key=KEY, throw=False)
+    (line,) = tx.plot.convergence(found).get_lines()
+    assert np.allclose(line.get_ydata(), 3**0.5)
+
+
 @pytest.mark.usefixtures("as_users_call")
 @pytest.mark.parametrize(
     ("call", "exception", "parts"),
@@ -289,7 +302,11 @@ SEVERAL = stacked(solution(history=HISTORY), solution(history=HISTORY))
             ["`solution` has no history", "`k=traceax.Adaptive(..., history=True)`"],
         ),
         (lambda: tx.plot.convergence(3.0), TypeError, ["`solution`", "float"]),
-        (lambda: tx.plot.convergence(SEVERAL), ValueError, ["one solution", "(2,)"]),
+        (
+            lambda: tx.plot.convergence(solution(history=np.ones((2, 4, 3)))),
+            ValueError,
+            ["one solution", "(2, 4, 3)"],
+        ),
         (lambda: tx.plot.spectral_density(solution()), TypeError, ["`density`"]),
         (
             lambda: tx.plot.spectral_density(density(), width=-1),
@@ -310,6 +327,11 @@ SEVERAL = stacked(solution(history=HISTORY), solution(history=HISTORY))
         (lambda: tx.plot.compare({}), ValueError, ["`solutions`", "at least one"]),
         (lambda: tx.plot.compare({"a": 1}), TypeError, ["`solutions['a']`", "int"]),
         (lambda: tx.plot.compare({"a": SEVERAL}), ValueError, ["`solutions['a']`"]),
+        (
+            lambda: tx.plot.compare({"a": tx.diagonal(LEAVES, k=3)}),
+            ValueError,
+            ["`solutions['a']`", "one number", "'x': (3,)"],
+        ),
     ],
 )
 def test_wrong_input(call, exception, parts):

@@ -19,6 +19,7 @@ LOST = tx.RESULTS.precision_lost
 HALF, BRAIN = jnp.float16, jnp.bfloat16
 LOG, INVERSE = tx.Log(), tx.Inverse()
 KEYS = jr.split(jr.key(20261122), 6)
+ADAPTIVE = tx.Adaptive(rtol=1e-9, max_k=64)  # in rounds
 
 
 def low_rank(condition):
@@ -266,3 +267,60 @@ def test_right_values_are_not_flagged(kind, condition, dtype, function):
     covered, flagged = run(kind, condition, dtype, function)
     assert np.all(covered)
     assert not np.any(flagged)
+
+
+DOMINATED = [
+    (jnp.bfloat16, 1.0, 1.0),
+    (jnp.float16, 1.0, 8.0),
+    (jnp.float32, 1.0, 5e4),
+]
+
+
+@eqx.filter_jit
+def dominated(estimator, dtype, tail, size, tags, keys, k, quantity):
+    """Traces of `tail I + size 1 1*`, by some keys."""
+
+    def one(key):
+        structure = jax.ShapeDtypeStruct((400,), dtype)
+        operator = lx.FunctionLinearOperator(
+            lambda v: tail * v + size * jnp.sum(v), structure, tags
+        )
+        solution = quantity(operator, estimator, k=k, key=key, throw=False)
+        leaves = jax.tree.leaves((solution.value, solution.std_err))
+        return [jnp.sum(leaf) for leaf in leaves]
+
+    return jax.lax.map(one, keys)
+
+
+@pytest.mark.parametrize(("dtype", "tail", "size"), DOMINATED, ids=str)
+@pytest.mark.parametrize(
+    ("estimator", "k", "tags"),
+    [
+        (tx.XTraceEstimator(), 60, ()),
+        (tx.XTraceEstimator(), ADAPTIVE, ()),
+        (tx.XNysTraceEstimator(), ADAPTIVE, lx.positive_semidefinite_tag),
+        (tx.XDiagEstimator(), 60, ()),
+        (tx.XDiagEstimator(), ADAPTIVE, ()),
+    ],
+    ids=["XTrace", "XTrace, rounds", "XNysTrace, rounds", "XDiag", "XDiag, rounds"],
+)
+def test_eigenvalues_below_the_precision_of_the_largest(
+    estimator, k, tags, dtype, tail, size
+):
+    """They are most of the trace, or many bars of it. A mean of 16 keys is five standard
+    deviations off with a chance below 1e-6."""
+    keys, truth = jr.split(jr.key(3), 16), 400 * (tail + size)
+    for quantity in (tx.trace, tx.leaf_traces):
+        values, bars = dominated(estimator, dtype, tail, size, tags, keys, k, quantity)
+        error = np.mean(np.asarray(values, float)) - truth
+        rms = np.sqrt(np.mean(np.square(np.asarray(bars, float))))
+        assert abs(error) < 5 * rms / 4
+
+
+def test_diagonal_below_the_precision_of_the_largest_eigenvalue():
+    structure = jax.ShapeDtypeStruct((400,), jnp.bfloat16)
+    operator = lx.FunctionLinearOperator(lambda v: 2 * v + jnp.sum(v), structure)
+    for k in (200, ADAPTIVE):
+        solution = tx.diagonal(operator, k=k, key=jr.key(0), throw=False)
+        value, bar = (np.asarray(x, float) for x in (solution.value, solution.std_err))
+        assert abs(np.mean(value) - 3) < 5 * np.mean(bar) / 20 + 0.05

@@ -204,3 +204,22 @@ def test_explicit_axes(name):
     agree(name, stencil, placed, execution)
     with pytest.raises(ValueError, match="needs meshes with Auto axes"):
         CALLS[name](stencil(place(explicit, DIAGONAL, "rows")), execution)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [tx.HutchPlusPlusEstimator(), tx.NystromPlusPlusEstimator()],
+    ids=["Hutch++", "Nystrom++"],
+)
+def test_gradient_where_the_basis_has_zero_columns(estimator):
+    """That of `tr(t I)` is n for every draw: probes are scaled to the length that is
+    left."""
+    n, rows = 96, tx.Sharded(make_mesh(8), rows="rows")
+
+    def value(t):
+        structure = jax.ShapeDtypeStruct((n,), jnp.float64)
+        operator = lx.FunctionLinearOperator(lambda v: t * v, structure, PSD)
+        call = {"k": 60, "key": some_key(), "execution": rows, "throw": False}
+        return tx.trace(operator, estimator, **call).value
+
+    assert np.allclose(jax.jit(jax.grad(value))(0.0), n, rtol=1e-10)

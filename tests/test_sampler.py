@@ -282,3 +282,9 @@ def test_bad_dtype(sampler, dtype, wanted):
 def test_phases_need_a_complex_dtype():
     with pytest.raises(ValueError, match="Use `RademacherSampler`"):
         tx.SteinhausSampler()(jr.key(0), 5, 2)
+
+
+def test_sphere_in_float16():
+    """Where the squares of all entries add up to more than float16 holds."""
+    probe = draw(tx.SphereSampler(jnp.float16), jr.key(0), 70_000, 1)[:, 0]
+    assert np.allclose(np.mean(wide(probe) ** 2), 1, rtol=1e-2)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +8,18 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
-from ._checks import plain_integer
+from ._checks import known_number, plain_integer, real_scalar
 from ._quantiles import normal_quantile, student_quantile
 
 
 def two_norm(tree: PyTree[Array]) -> Real[Array, ""]:
-    """The root of the sum of the squares of all entries."""
-    squares = [jnp.sum(jnp.abs(leaf) ** 2) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares))
+    """The root of the sum of the squares of all entries, none of which overflows."""
+    sizes = [jnp.abs(leaf) for leaf in jax.tree.leaves(tree)]
+    largest = ft.reduce(jnp.maximum, [jnp.max(size, initial=0) for size in sizes])
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return unit * jnp.sqrt(sum(jnp.sum((size / unit) ** 2) for size in sizes))
 
 
 class Adaptive(eqx.Module):
@@ -56,7 +58,8 @@ class Adaptive(eqx.Module):
         If it is larger than n by a round or more, the call cannot run out of it: n
         units are kept back for the exact answer. That is taken where the others, or n,
         have not been enough, or where independent samples are seen to need more than n
-        further ones.
+        further ones. (A call that goes on from a `state` needs n more than the `max_k`
+        of that for it.)
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends.
@@ -70,8 +73,8 @@ class Adaptive(eqx.Module):
         spent, the value and the standard error, to print or to log them. It is static:
         pass the same function again, since another one compiles anew.
     - `state`: `solution.state` of an earlier call, from which this one goes on.
-        Operator, estimator, key and `round_size` must be the same, and `max_k` not
-        smaller.
+        Operator, estimator, key, `norm` and `round_size` must be the same, and `max_k`
+        not smaller. Numbers of steps and ranks that the data chose stay as they are.
     - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
         and standard error are compared with the tolerances, and reported by `history`
         and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
@@ -123,34 +126,28 @@ class Adaptive(eqx.Module):
 
         `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
         and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
-        small. `TypeError` for a `norm` that is not a function of a PyTree to a real
-        scalar.
+        small. `TypeError` for a tolerance that is not a real scalar, and for a `norm`
+        that is not a function of a PyTree to one.
         """
-        for name, value in (("rtol", rtol), ("atol", atol)):
-            if isinstance(value, int | float) and not value >= 0:
+        self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
+        tolerances = {"rtol": known_number(rtol), "atol": known_number(atol)}
+        for name, value in tolerances.items():
+            if value is not None and not value >= 0:
                 raise ValueError(f"`{name}` must not be negative. Found {value!r}.")
-        known = isinstance(rtol, int | float) and isinstance(atol, int | float)
-        if known and rtol == atol == 0:
+        if set(tolerances.values()) == {0}:
             raise ValueError(
                 "`traceax.Adaptive` needs a tolerance. Found rtol=0 and atol=0. Pass, "
                 "for example, `rtol=1e-2`."
             )
-        least = {"max_k": (max_k, 1), "round_size": (round_size, 2)}
-        least["min_samples"] = (min_samples, 4)
-        for name, (value, smallest) in least.items():
-            number = plain_integer(value)
-            if type(number) is not int or number < smallest:
-                raise ValueError(
-                    f"`{name}` must be a Python integer, {smallest} or more. Found "
-                    f"{value!r}."
-                )
+        _check_integer("max_k", max_k, 1)
+        _check_integer("min_samples", min_samples, 4)
+        # A round is not larger than the budget.
+        _check_integer("round_size", round_size, min(2, int(max_k)))
         if not 0 < confidence < 1:
             raise ValueError(
                 f"`confidence` must be between 0 and 1. Found {confidence!r}."
             )
         _check_norm(norm)
-        self.rtol = _real(rtol)
-        self.atol = _real(atol)
         self.max_k = int(max_k)
         self.confidence = confidence
         self.min_samples = int(min_samples)
@@ -176,12 +173,13 @@ class Adaptive(eqx.Module):
         tests is easily passed by luck."""
         return -(-8 // self.round_size)
 
-    def within(self, n: int) -> "Adaptive":
+    def within(self, n: int, least: int = 0) -> "Adaptive":
         """The same for an operator of size n, where n units of the budget are enough for
-        the exact answer. A budget for that and for a round besides keeps n units back,
-        and spends no more than n before it takes them."""
+        the exact answer. A budget for that and for a round besides, or the `least` one if
+        that is more, keeps n units back, and spends no more than n before it takes
+        them."""
         spare = self.max_k - n
-        if spare < self.round_size:
+        if spare < max(self.round_size, least):
             return dataclasses.replace(self, max_k=min(self.max_k, n))
         return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
 
@@ -237,6 +235,14 @@ class Adaptive(eqx.Module):
         return enough & (self.excess(value, std_err, count) <= 1)
 
 
+def _check_integer(name: str, value: Any, least: int) -> None:
+    number = plain_integer(value)
+    if type(number) is not int or number < least:
+        raise ValueError(
+            f"`{name}` must be a Python integer, {least} or more. Found {value!r}."
+        )
+
+
 def _check_norm(norm: Any) -> None:
     if callable(norm):
         try:
@@ -254,13 +260,6 @@ def _check_norm(norm: Any) -> None:
         "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
         f"{norm}. Pass, for example, `optimistix.max_norm`."
     )
-
-
-def _real(x: Scalar | float) -> Real[Array, ""]:
-    """As an array; numbers are sent to the device explicitly, as some users ask for."""
-    if isinstance(x, jax.Array):
-        return jnp.asarray(x, float)
-    return jax.device_put(np.asarray(x, jax.dtypes.canonicalize_dtype(float)))
 
 
 def one_round(k: int) -> Adaptive:

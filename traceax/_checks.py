@@ -9,7 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Real
 
 from ._flat import check_spaces, check_square, is_complex, is_hermitian
 
@@ -102,6 +104,24 @@ def check_positive(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"`{name}` must be at least 1. Found {number}.")
     return number
+
+
+def real_scalar(name: str, value: Any) -> Real[Array, ""]:
+    """A real number or scalar array, which may be traced, as an array. Numbers are sent
+    to the device explicitly, as some users ask for."""
+    if not eqx.is_array_like(value) or jnp.shape(value) or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"`{name}` must be a real number or array of shape (). Found {value!r}. For "
+            "several of them use `jax.vmap`."
+        )
+    if isinstance(value, jax.Array):
+        return jnp.asarray(value, float)
+    return jax.device_put(np.asarray(value, jax.dtypes.canonicalize_dtype(float)))
+
+
+def known_number(value: Any) -> float | None:
+    """A real scalar as a number, unless it is traced."""
+    return None if isinstance(value, Tracer) else float(jax.device_get(value))
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -197,6 +197,8 @@ def jacobi_preconditioner(
 @eqx.filter_jit
 def _inverse(value: PyTree, std_err: PyTree, structure: PyTree) -> PyTree[Array]:
     def invert(entry, std_err, leaf):
+        # Of a single sample nothing is known.
+        std_err = jnp.where(jnp.isfinite(std_err), std_err, 0)
         size = jnp.maximum(jnp.abs(entry), std_err)
         inverse = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
         return jax.lax.stop_gradient(inverse).astype(leaf.dtype)

@@ -24,7 +24,7 @@ from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner
 from ._matfun.quadratic_form import check_domain, how_outside
-from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess
+from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
 from ._quantity import AbstractQuantity, Diagonal, Shifted
 from ._sampler import draw_for, RademacherSampler
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
@@ -108,6 +108,7 @@ class _DiagonalOfFunction(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, function, outer = flatten(operator), self.function, self.preconditioner
+        outer = freeze(outer)
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
@@ -118,18 +119,20 @@ class _DiagonalOfFunction(AbstractTask):
         if isinstance(most, AdaptiveSteps):
             most = most.max_steps
         action = Action(flat, function, most, most)
-        product = _Between(action, jax.lax.stop_gradient(outer))
+        product = _Between(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
+        choose = lambda _: self._choose(product, probe, jnp.mean(known), k, execution)  # noqa: E731
+        steps, rest = Steps.resumed(self.num_steps, choose, k)
         if adaptive:
-            steps = self._choose(product, probe, jnp.mean(known), k, execution)
-            product, spent = product.after(steps), spent + steps
+            product = product.after(jnp.asarray(steps.made))
+            spent = spent + steps.spent
         real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
         tags = [lx.symmetric_tag if real else hermitian_tag]
         if function.nonnegative:
             tags.append(lx.positive_semidefinite_tag)
         structure = operator.in_structure()
         of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
-        estimate = self.estimator.measure(quantity, of_function, k, key, execution)
+        estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
         constant = freeze(product)
         run = constant.action.run(constant.outside(jax.lax.stop_gradient(probe)))
@@ -157,6 +160,7 @@ class _DiagonalOfFunction(AbstractTask):
             num_matvecs=(estimate.num_matvecs + 1) * product.action.steps + spent,
             result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
             extra=estimate.extra | extra,
+            state=steps.state(estimate.state),
             bounds=jnp.stack([ends, bars], axis=1),
         )
 

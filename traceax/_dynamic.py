@@ -226,7 +226,7 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     value = kept * jnp.where(known, state.value, 0) + value
     value, std_err = jax.lax.stop_gradient((value, std_err))
     state = DynamicState(parameters, value, std_err, state.count + 1, state.key)
-    stats = {"num_matvecs": 2 * m, "gamma": 1 - kept}
+    stats = {"num_matvecs": 2 * m, "gamma": 1 - kept, "std.err": std_err}
     result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
     return Solution(value, std_err, result, stats, state)
 

@@ -124,7 +124,15 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
         return True
     if hermitian_tag in getattr(operator, "tags", ()):
         return True
-    return not is_complex(operator) and lx.is_symmetric(operator)
+    if not is_complex(operator) and lx.is_symmetric(operator):
+        return True
+    if isinstance(operator, lx.TaggedLinearOperator | lx.NegLinearOperator):
+        return is_hermitian(operator.operator)
+    if isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator):
+        return jnp.isrealobj(operator.scalar) and is_hermitian(operator.operator)
+    if isinstance(operator, lx.AddLinearOperator):
+        return is_hermitian(operator.operator1) and is_hermitian(operator.operator2)
+    return False
 
 
 def is_complex(operator: lx.AbstractLinearOperator) -> bool:
@@ -154,7 +162,7 @@ def check_spaces(operator: lx.AbstractLinearOperator) -> None:
         raise ValueError("`operator` must have at least one row. Found size 0.")
     structure_in, structure_out = operator.in_structure(), operator.out_structure()
     leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
-    dtypes = {leaf.dtype for leaf in leaves}
+    dtypes = {leaf.dtype for leaf in [*leaves, *_scalars(operator)]}
     kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}
     if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         raise TypeError(
@@ -163,6 +171,17 @@ def check_spaces(operator: lx.AbstractLinearOperator) -> None:
             "in_structure() and out_structure(). Cast the operator's arrays and its "
             "input structure to one floating or complex dtype."
         )
+
+
+def _scalars(operator: lx.AbstractLinearOperator) -> list[Array]:
+    """Complex factors, of which the structures of lineax know nothing."""
+    found = []
+    if isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator):
+        found += [operator.scalar] if jnp.iscomplexobj(operator.scalar) else []
+    for name in ("operator", "operator1", "operator2"):
+        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
+            found += _scalars(part)
+    return found
 
 
 def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:

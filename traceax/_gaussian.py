@@ -24,6 +24,7 @@ from ._flat import (
     to_flat,
 )
 from ._gradient import attach, FirstOrderFrame
+from ._kernel.dense import normalise, safe_norm
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -50,6 +51,19 @@ def _dot(x: Array, y: Array) -> Array:
     return jnp.vdot(x, y, precision="highest")
 
 
+def _quotient(
+    flat: FlatOperator,
+    residual: Inexact[Array, " n"],
+    preconditioner: AbstractPreconditioner,
+) -> Real[Array, ""]:
+    """A Rayleigh quotient of `P^-1 A`, or infinity where the residual is zero."""
+    unit, _ = normalise(residual)
+    image = preconditioner.power(-1.0, unit)
+    length = _dot(image, unit)
+    quotient = _dot(image, flat.mv(image)) / jnp.where(length > 0, length, 1)
+    return jnp.where(quotient > 0, quotient, jnp.inf)
+
+
 def _solved(
     flat: FlatOperator,
     residual: Inexact[Array, " n"],
@@ -61,7 +75,7 @@ def _solved(
     """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
     # The absolute tolerance of a solver is meant for a right-hand side of size one.
-    unit = jnp.sqrt(jnp.mean(residual**2))
+    unit = safe_norm(residual) / flat.size**0.5
     unit = jnp.where(unit > 0, unit, 1)
     # `lineax.CG` breaks down where an eigenvalue of the preconditioned operator is much
     # below one.
@@ -109,7 +123,12 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         smallest = known["ritz_values"][0]
     else:
         smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
-    settings = freeze(preconditioner), smallest, solver
+    preconditioner, spent = freeze(preconditioner), 2
+    if preconditioner is not None:
+        # Eigenvalues that come with an exact answer are those of A itself.
+        smallest = jnp.minimum(smallest, _quotient(flat.frozen, frozen, preconditioner))
+        spent = 3
+    settings = preconditioner, smallest, solver
     found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
     quadratic, left_over = _quadratic_form(flat, right, found)
 
@@ -121,19 +140,18 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     # solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     rounding = jnp.hypot(rounding, _dot(found, left_over))
-    size = jnp.sqrt(_dot(frozen, frozen))
+    size = safe_norm(frozen)
     steps = jnp.asarray(counted.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
-        "num_matvecs": known["num_matvecs"] + steps + 2,
+        "num_matvecs": known["num_matvecs"] + steps + spent,
         "std.err": std_err,
         "samples": combine(known["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
         "solve": from_flat(found, operator.in_structure()),
         "solve_steps": steps,
-        "solve_residual": jnp.sqrt(_dot(left_over, left_over))
-        / jnp.where(size > 0, size, 1),
+        "solve_residual": safe_norm(left_over) / jnp.where(size > 0, size, 1),
     }
     if "bounds" in known:
         ends, bars = known["bounds"][::-1].T
@@ -261,7 +279,8 @@ def gaussian_log_prob(
     - `TypeError`, `ValueError`: as [`traceax.logdet`][]; `operator` is complex or not
         tagged; `residual` or `initial` does not fit it; `solver` is not of lineax.
     - An `equinox` run-time error with `throw=True`: the solver did not converge; the
-        operator was seen not to be positive definite; a product was not finite.
+        operator was seen not to be positive definite; a product was not finite; rounding
+        errors are a large part of the reported error; a tolerance was not met.
     """
     check_operator(operator)
     if is_complex(operator):

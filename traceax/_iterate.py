@@ -34,6 +34,7 @@ class LoopState(eqx.Module):
     buffers: PyTree[Array]
     assessment: Assessment
     round_size: int = eqx.field(static=True)
+    norm: Callable[[PyTree], Any] = eqx.field(static=True)
 
 
 class LoopResult(eqx.Module):
@@ -118,7 +119,9 @@ def iterate(
     return LoopResult(
         rounds=rounds,
         result=failure(missed, RESULTS.max_matvecs_reached),
-        state=LoopState(rounds, streak, buffers, seen, adaptive.round_size),
+        state=LoopState(
+            rounds, streak, buffers, seen, adaptive.round_size, adaptive.norm
+        ),
         extra={"history": history} if adaptive.history else {},
     )
 
@@ -143,12 +146,14 @@ def _resume(
 ) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
     """The number of rounds of a shorter run, its buffers in those of a longer one, and
     its assessment."""
-    earlier, round_size = adaptive.state, adaptive.round_size
-    if earlier.round_size != round_size:
-        raise ValueError(
-            "`state` must be of a call with the same `round_size`. Found "
-            f"{earlier.round_size} and {round_size}."
-        )
+    earlier = adaptive.state
+    for name in ("round_size", "norm"):
+        before, now = getattr(earlier, name), getattr(adaptive, name)
+        if before != now:
+            raise ValueError(
+                f"`state` must be of a call with the same `{name}`. Found {before} and "
+                f"{now}."
+            )
     return earlier.rounds, embed(empty, earlier.buffers), earlier.assessment
 
 

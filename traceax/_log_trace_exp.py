@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_operator
+from ._checks import check_hermitian, check_operator, real_scalar
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._gradient import attach, attach_derivative, FirstOrderFrame
@@ -165,16 +162,18 @@ class _LogTraceExp(AbstractTask):
         slopes = scale * jnp.exp(scale * nodes - value)
         left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
         value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
+        zero = jnp.zeros_like(value)
         return Estimate(
             value=value,
-            std_err=jnp.zeros_like(value),
+            std_err=zero,
             samples=value[None],
             num_matvecs=flat.size,
             rounding=0.0,
             extra={
                 "ritz_values": nodes[jnp.array([0, -1])],
-                "quadrature_error": jnp.zeros_like(value),
+                "quadrature_error": zero,
             },
+            bounds=jnp.stack([value, zero, value, zero]).reshape(2, 2),
         )
 
     def run(
@@ -187,7 +186,8 @@ class _LogTraceExp(AbstractTask):
         flat = flatten(operator)
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
         settings = flat, k, key, execution, scale
-        steps = Steps.of(self.num_steps, lambda steps: _choose(steps, *settings))
+        choose = lambda steps: _choose(steps, *settings)  # noqa: E731
+        steps, k = Steps.resumed(self.num_steps, choose, k)
 
         def body(flat, index):
             probe = _draw(flat, key, index)
@@ -249,7 +249,7 @@ class _LogTraceExp(AbstractTask):
                 **taken,
                 **streamed.loop.extra,
             },
-            state=streamed.loop.state,
+            state=steps.state(streamed.loop.state),
             bounds=bounds,
         )
 
@@ -291,18 +291,6 @@ def _draw(
 
 
 _LANCZOS = Lanczos()
-
-
-def _real_scalar(scale: Any) -> Real[Array, ""]:
-    if not eqx.is_array_like(scale) or jnp.shape(scale) or jnp.iscomplexobj(scale):
-        raise TypeError(
-            f"`scale` must be a real number or array of shape (). Found {scale!r}. For "
-            "several scales use `jax.vmap`."
-        )
-    if isinstance(scale, jax.Array):
-        return jnp.asarray(scale, float)
-    # Sent to the device explicitly, as some users ask for.
-    return jax.device_put(np.asarray(scale, jax.dtypes.canonicalize_dtype(float)))
 
 
 def log_trace_exp(
@@ -373,7 +361,7 @@ def log_trace_exp(
     exponentials `value` is the logarithm of the mean; `"quadrature_error"`, an estimate
     of the error of `value` from too few steps, which makes it too small;
     `"ritz_values"`, the smallest and the largest of $A$; and `"gradient_residual"` as in
-    [`traceax.trace_of_function`][].
+    [`traceax.SLQEstimator`][].
 
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
@@ -385,11 +373,11 @@ def log_trace_exp(
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is too small; `key` is missing.
-    - An `equinox` run-time error with `throw=True`: a product was not finite; the largest
-        number of adaptive steps is too small for the tolerance.
+    - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
+        or the largest number of adaptive steps, is too small for the tolerance.
     """
     check_operator(operator)
     check_hermitian(operator)
     num_steps = check_steps(num_steps, operator.in_size())
-    task = _LogTraceExp(scale=_real_scalar(scale), num_steps=num_steps)
+    task = _LogTraceExp(scale=real_scalar("scale", scale), num_steps=num_steps)
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

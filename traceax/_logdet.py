@@ -170,11 +170,13 @@ def logdet(
         probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
         `"ritz_values"`, the smallest and the largest Ritz value (of the preconditioned
         operator, if there is a preconditioner); `"gradient_residual"`, shape `(k,)`,
-        the relative residuals of conjugate gradients after as many steps, which bound
-        the bias of the gradient.
+        the relative residuals of conjugate gradients after as many steps, which show
+        whether the steps are enough for the gradient: the error of conjugate gradients,
+        which bounds its bias, is at most the condition number times these.
 
-    Memory: `num_steps` vectors of length n for each probe of a block, and for a
-    derivative 8 for each probe, as [`traceax.SLQEstimator`][] says.
+    Memory: `num_steps` vectors of length n for each probe of a block, twice that for a
+    general operator, and for a derivative 8 for each probe, as
+    [`traceax.SLQEstimator`][] says.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.
 

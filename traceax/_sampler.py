@@ -308,7 +308,9 @@ class SphereSampler(AbstractSampler):
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
         normal = jr.normal(fast(key), (_drawn(n),), dtype)[:n]
-        return normal * (n**0.5 / jnp.linalg.norm(normal)).astype(dtype)
+        # The sum of n squares may be too large for float16.
+        norm = jnp.linalg.norm(normal.astype(jnp.promote_types(dtype, jnp.float32)))
+        return normal * (n**0.5 / norm).astype(dtype)
 
 
 class SteinhausSampler(AbstractSampler):

@@ -161,7 +161,8 @@ def schatten_norm(
     - `ValueError`: `p` is not positive and finite; `k` or `num_steps` is too small; `key`
         is missing; `estimator` is another one than `SLQEstimator`.
     - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
-        value, was not finite; rounding errors are a large part of the reported error.
+        value, was not finite; rounding errors are a large part of the reported error; a
+        tolerance was not met.
     """
     check_operator(operator, square=False)
     p = _check_power(p)

@@ -113,7 +113,8 @@ Likely remedies:
 
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
     number of samples, and with more than n by a round or more, the exact answer is taken
-    where they are not enough. `solution.state` saves what has been spent already; or
+    where they are not enough. `solution.state` saves what has been spent already (the
+    exact answer then needs n more than the first `max_k`); or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
@@ -131,8 +132,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         negative or zero.
     - `zero_determinant`: the determinant of a structured or a general operator is zero,
         or not to be told from zero.
-    - `precision_lost`: for a trace of a function, rounding errors of the products are a
-        large part of the error that is reported.
+    - `precision_lost`: for functions of operators, rounding errors of the products are a
+        large part of the error that is reported; for diagonals and exact answers, they
+        change the second digit.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
         were too few for the tolerance; or a linear solve did not converge.
@@ -240,12 +242,14 @@ class Solution(eqx.Module):
         `inf` where one sample leaves it unknown; 0 where the value is exact.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
     - `stats`: a dictionary. `"num_matvecs"` is the number of products with the
-        operator. `"samples"` are the per-sample estimates, shape `(m,)`, whose mean is
-        `value`; where that is not a scalar, there is their number m instead,
-        `"num_samples"`. `"std.err"` is the standard error again, under the name that
-        traceax 1.0 gave it. Traces of functions have `"bounds"`, shape `(2, 2)`: a
-        lower bound of what `value` would be without quadrature error and rounding, for
-        the same probes, with its standard error; and an upper bound with its own.
+        operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is
+        `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
+        the logarithm of the mean of their exponentials. Where `value` is not a scalar,
+        there is their number m instead, `"num_samples"`. `"std.err"` is the standard
+        error again, under the name that traceax 1.0 gave it. Functions of operators have
+        `"bounds"`, shape `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower
+        bound of what `value` would be without quadrature error and rounding, for the
+        same probes, with its standard error; and an upper bound with its own.
         Estimators may add entries, which their documentation describes.
     - `state`: with an adaptive budget, what a further call goes on from; `None` for a
         fixed one.
@@ -267,9 +271,9 @@ class Solution(eqx.Module):
         of rounding.
 
         The sampling error is the standard error times a quantile of Student's t for the
-        number of samples. For traces of functions, log-determinants and Schatten norms
-        it is added at both ends of `stats["bounds"]`, each with its own standard error.
-        Look at `result` first: where a call failed, the interval means nothing.
+        number of samples. For functions of operators, log-determinants and Schatten
+        norms it is added at both ends of `stats["bounds"]`, each with its own standard
+        error. Look at `result` first: where a call failed, the interval means nothing.
 
         !!! Example
 
@@ -299,10 +303,18 @@ class Solution(eqx.Module):
         **Raises:**
 
         `TypeError` for a `confidence` that is no number, `ValueError` for one that is not
-        between 0 and 1, or an `equinox` run-time error where it is traced.
+        between 0 and 1, or an `equinox` run-time error where it is traced. `ValueError`
+        for a batch of solutions.
         """
         names = ("bounds", "samples", "num_samples")
         known = {name: self.stats[name] for name in names if name in self.stats}
+        dimensions = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
+        shapes = {name: jnp.shape(self.stats.get(name, 0)) for name in dimensions}
+        if any(len(shapes[name]) > least for name, least in dimensions.items()):
+            raise ValueError(
+                "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
+                "solution: solution.interval())(solutions)`."
+            )
         answer = jax.lax.stop_gradient((self.value, self.std_err, known))
         return _interval(*answer, _checked(confidence))
 
@@ -330,12 +342,13 @@ def _checked(confidence: Any) -> Array:
             f"`confidence` must be a number between 0 and 1. Found {confidence!r} of "
             f"type {type(confidence).__name__}. {fix}"
         )
-    if np.ndim(confidence) != 0 or not 0 < confidence < 1:
+    rounded = np.asarray(confidence, jax.dtypes.canonicalize_dtype(float))
+    if rounded.ndim != 0 or not 0 < rounded < 1:
         raise ValueError(
-            f"`confidence` must be between 0 and 1. Found {confidence!r}. {fix}"
+            f"`confidence` must be between 0 and 1. Found {confidence!r}, as {rounded}. "
+            f"{fix}"
         )
-    dtype = jax.dtypes.canonicalize_dtype(float)
-    return jax.device_put(np.asarray(confidence, dtype))
+    return jax.device_put(rounded)
 
 
 @eqx.filter_jit

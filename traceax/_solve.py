@@ -134,7 +134,6 @@ def solve(
         k = check_positive("k", k)
     elif k.state is not None:
         _check_state(k.state, estimator, key)
-        k = dataclasses.replace(k, state=k.state.loop)
     budget = largest_budget(k)
     if budget < min(estimator.min_matvecs, operator.in_size()):
         raise ValueError(
@@ -149,15 +148,20 @@ def solve(
 
 class RunState(eqx.Module):
     """What a later call goes on from, and what it must have in common with this one: the
-    data of the key, and the estimator with its settings, as text."""
+    data of the key, and the estimator with its settings, as text. `max_k` is the budget
+    that buffers have room for."""
 
     loop: PyTree[Array]
     key: Array | None
     settings: str = eqx.field(static=True)
+    max_k: int = eqx.field(static=True)
 
 
 def _settings(estimator: AbstractTask) -> str:
-    return wl.pformat(estimator, hide_defaults=False, short_arrays=True)
+    """Shapes and dtypes in the place of arrays, which are traced inside a program."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    shapes = jax.tree.map(lambda x: shape(x) if eqx.is_array(x) else x, estimator)
+    return wl.pformat(shapes, hide_defaults=False, short_arrays=True)
 
 
 def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) -> None:
@@ -191,10 +195,13 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
         return _package(estimator.exact(operator, execution), quantity)
     if not isinstance(k, Adaptive):
         return _package(estimator.run(operator, k, key, execution), quantity)
-    k = k.within(size)
+    earlier = k.state
+    k = k.within(size, estimator.min_matvecs if earlier is None else earlier.max_k)
+    if earlier is not None:
+        k = dataclasses.replace(k, state=earlier.loop)
     estimate = estimator.run(operator, k, key, execution)
     data = None if key is None else jr.key_data(key)
-    state = RunState(estimate.state, data, _settings(estimator))
+    state = RunState(estimate.state, data, _settings(estimator), k.max_k)
     solution = _package(dataclasses.replace(estimate, state=state), quantity)
     if k.exact_cost is None:
         return solution

@@ -19,7 +19,11 @@ from ._matfun.callables import as_spectral_function
 from ._matfun.difference import Difference, unstack, worse
 from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import LanczosGradient
-from ._matfun.preconditioned import check_logarithm, check_preconditioner
+from ._matfun.preconditioned import (
+    check_logarithm,
+    check_preconditioner,
+    Prepared,
+)
 from ._matfun.preconditioner import AbstractPreconditioning, Congruence
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
@@ -71,18 +75,22 @@ class _TraceDifference(AbstractFunctionTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, estimator, spent = self._flat(operator), self.estimator, 0
+        prepared = None
         call: dict[str, Any] = {"k": k, "num_steps": self.num_steps}
         call |= {"key": key, "execution": execution}
         krylov = Difference(estimator.method(flat, self.function))
         if self.preconditioner is not None:
             check_logarithm(flat, self.function)
-            outer = self.preconditioner.prepare(unstack(flat)[0], **call)
+            prepared = Prepared.of(self.preconditioner, unstack(flat)[0], call)
+            outer, call = prepared.preconditioner, prepared.call
             fn, spent = Congruence(flat.fn, outer, stacked=2), outer.num_matvecs
             flat = dataclasses.replace(flat, fn=fn)
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
         estimate = estimator.run(flat, self.function, LanczosGradient(), **call)
-        return dataclasses.replace(estimate, num_matvecs=estimate.num_matvecs + spent)
+        state = estimate.state if prepared is None else prepared.state(estimate.state)
+        spent = spent + estimate.num_matvecs
+        return dataclasses.replace(estimate, num_matvecs=spent, state=state)
 
 
 def trace_difference(

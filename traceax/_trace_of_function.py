@@ -107,16 +107,16 @@ def trace_of_function(
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
-        `Inverse` and negative whole powers.
+        `Inverse` without a shift, and negative whole powers.
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
     operator without a tag; at most `k * num_steps` products, and with
-    [`traceax.AdaptiveSteps`][] one run more. `std_err` is the sampling error. `stats`
-    has the entries of the estimator, among them those of the quadrature error. Memory
-    is that of the estimator, by default `num_steps` vectors of length n for each probe
-    of a block.
+    [`traceax.AdaptiveSteps`][] a run or two more. `std_err` is the sampling error.
+    `stats` has the entries of the estimator, among them those of the quadrature error.
+    Memory is that of the estimator, by default `num_steps` vectors of length n for each
+    probe of a block.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Scalar
 
@@ -23,7 +24,8 @@ def convergence(
     **kwargs: Any,
 ) -> Axes:
     """How an estimate came to its tolerance: the value after each round of an adaptive
-    budget, and a band of two standard errors to either side.
+    budget, and a band of two standard errors to either side. Of a value with several
+    entries, such as a diagonal, the norms.
 
     !!! Example
 
@@ -61,7 +63,7 @@ def convergence(
     - `ValueError`: it has no history, or is a batch of several.
     - `ImportError`: there is no matplotlib.
     """
-    _check_single("solution", solution)
+    _check_solution("solution", solution)
     if "history" not in solution.stats:
         raise ValueError(
             "`solution` has no history. Pass `k=traceax.Adaptive(..., history=True)` to "
@@ -69,6 +71,11 @@ def convergence(
             "gives, has none: lower `round_size`."
         )
     history = np.asarray(solution.stats["history"])
+    if history.ndim != 2:
+        raise ValueError(
+            "`solution` must be one solution. Found a batch, with a history of shape "
+            f"{history.shape}. {_TAKE_ONE}"
+        )
     spent, value, std_err = history[np.isfinite(history[:, 0])].T
     axes = _axes(ax)
     _curve(axes, spent, value, std_err, {"marker": "."} | kwargs)
@@ -191,7 +198,8 @@ def compare(
     **Raises:**
 
     - `TypeError`: `solutions` is not a mapping of names to [`traceax.Solution`][]s.
-    - `ValueError`: it is empty, or one of them is a batch of several.
+    - `ValueError`: it is empty, or one of them is a batch of several, or of a quantity
+        with several entries.
     - `ImportError`: there is no matplotlib.
     """
     if not isinstance(solutions, Mapping):
@@ -203,7 +211,13 @@ def compare(
     if not solutions:
         raise ValueError("`solutions` must have at least one entry. Found none.")
     for name, solution in solutions.items():
-        _check_single(f"solutions[{name!r}]", solution)
+        _check_solution(f"solutions[{name!r}]", solution)
+        shapes = jax.tree.map(np.shape, solution.value)
+        if shapes != ():
+            raise ValueError(
+                f"`solutions[{name!r}]` must be one solution with one number. Found a "
+                f"value of the shape {shapes}. {_TAKE_ONE}"
+            )
     values = [float(solution.value.real) for solution in solutions.values()]
     bars = np.array([2 * float(solution.std_err) for solution in solutions.values()])
     rows = np.arange(len(solutions))
@@ -217,18 +231,15 @@ def compare(
     return _label(axes, "value ± 2 standard errors", "")
 
 
-def _check_single(name: str, solution: Any) -> None:
+_TAKE_ONE = "Take one, for example `jax.tree.map(lambda x: x[0], solutions)`."
+
+
+def _check_solution(name: str, solution: Any) -> None:
     if not isinstance(solution, Solution):
         raise TypeError(
             f"`{name}` must be a `traceax.Solution`. Found an object of type "
             f"{type(solution).__name__}. Pass what `traceax.trace` or "
             "`traceax.logdet` returned."
-        )
-    if solution.value.shape != ():
-        raise ValueError(
-            f"`{name}` must be one solution. Found a batch of shape "
-            f"{solution.value.shape}. Take one, for example "
-            "`jax.tree.map(lambda x: x[0], solutions)`."
         )
 
 

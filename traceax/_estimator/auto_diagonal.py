@@ -1,5 +1,6 @@
 import dataclasses
-from collections.abc import Callable
+import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -7,9 +8,9 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._adaptive import Adaptive, largest_budget, one_round
+from .._adaptive import Adaptive, one_round
 from .._execution import AbstractExecution
-from .._kernel.expansion import OneSided
+from .._kernel.expansion import OneSided, Pair
 from .._moments import Moments
 from .._operator.diagonal import diagonal_cost
 from .._quantity import AbstractQuantity
@@ -72,7 +73,7 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        chosen = _choose(operator, largest_budget(k))
+        chosen = _choose(operator, k.round_size if isinstance(k, Adaptive) else k)
         return chosen.measure(quantity, operator, k, key, execution)
 
 
@@ -119,8 +120,8 @@ class _XNysDiagOrSigns(XNysDiagEstimator):
         # The approximation is exact on the probes.
         products = (factor.conj() @ probes).T @ factor + expansion.shift * probes.T
         signs, valid = probes.T, sketch.valid
-        variance = _variance(expansion.residuals, expansion.images, valid)
-        flat = variance > _GAIN * _variance(signs, products, valid)
+        variance = _variance(expansion.own(), valid)
+        flat = variance > _GAIN * _variance([(signs, products)], valid)
         count = jnp.sum(valid) if valid is not None else len(signs)
         left, zeros = probes / jnp.maximum(count, 1), jnp.zeros_like(probes)
         frame = by_round((left, zeros), (probes, zeros), num_rounds)
@@ -149,8 +150,8 @@ class _XDiagOrSigns(XDiagEstimator):
         half = super().grow(_half(matmat), first, state, rounds, eps, budget)
         products = (half.q @ half.r).T
         known = _one_sided(super().assess(half, 1, eps, budget))
-        variance = 2 * _variance(known.residuals, known.images, None)
-        flat = variance > _GAIN * _variance(first.T, products, None)
+        variance = 2 * _variance(known.own(), None)
+        flat = variance > _GAIN * _variance([(first.T, products)], None)
         other = jax.lax.cond(
             flat, lambda: matmat(second), lambda: matmat(half.q, adjoint=True)
         )
@@ -180,13 +181,11 @@ def _one_sided(sketch: Sketch) -> OneSided:
     return expansion
 
 
-def _variance(
-    left: Inexact[Array, "m n"],
-    image: Inexact[Array, "m n"],
-    valid: Bool[Array, " m"] | None,
-) -> Real[Array, ""]:
-    """The norm of the variances of the entries `conj(left) * image` of the samples."""
-    std_err = Moments.of(left.conj() * image, valid).independent_std_err
+def _variance(pairs: Sequence[Pair], valid: Bool[Array, " m"] | None) -> Real[Array, ""]:
+    """The norm of the variances of the entries of samples that are the sums over the
+    pairs of `conj(left) * image`."""
+    samples = ft.reduce(jnp.add, [left.conj() * image for left, image in pairs])
+    std_err = Moments.of(samples, valid).independent_std_err
     return jnp.linalg.norm(std_err**2)
 
 
@@ -207,6 +206,10 @@ def _or_signs(
         grown = [(0, a - b) for a, b in zip(ours.shape, theirs.shape, strict=True)]
         return jnp.where(flat, ours, jnp.pad(theirs, grown))
 
+    dropped = None
+    if expansion.dropped is not None:
+        # Its probes are the first of the signs.
+        dropped = signs, pick(jnp.zeros_like(signs), expansion.dropped[1])
     chosen = OneSided(
         shared=(jnp.where(flat, 0, left), jnp.where(flat, 0, image)),
         images=pick(products, expansion.images),
@@ -215,6 +218,7 @@ def _or_signs(
         gram=pick(jnp.eye(p, dtype=signs.dtype), expansion.gram),
         products=expansion.products,
         shift=jnp.where(flat, 0, expansion.shift),
+        dropped=dropped,
     )
     return dataclasses.replace(
         sketch,

@@ -22,7 +22,7 @@ class DiagPlusPlusEstimator(AbstractSketchEstimator):
     removed, and is biased.
 
     Cost: `k` products, m of them with the adjoint, $O(n k^2)$ operations, about `2.5 k`
-    vectors of length n. Needs `k >= 3`.
+    vectors of length n. Needs `k >= 3`; for an error bar, `k >= 4`.
 
     !!! Example
 

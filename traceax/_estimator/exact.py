@@ -50,6 +50,8 @@ class ExactTraceEstimator(AbstractQuantityEstimator):
         execution: AbstractExecution,
     ) -> Estimate:
         size, budget = operator.in_size(), largest_budget(k)
+        if isinstance(k, Adaptive) and k.exact_cost is not None:
+            budget = max(budget, k.exact_cost)
         cost = diagonal_cost(operator) if quantity.linear else size
         if cost > budget:
             raise ValueError(

@@ -91,7 +91,9 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         basis, _ = qr(products)
         rest = probes[:, m:]
         rest = rest - basis @ (basis.conj().T @ rest)
-        rest = rest * resphering(probes[:, m:], rest, m, resphered) ** 0.5
+        # Split by rows, some columns of the basis may be zero.
+        rank = jnp.sum(jnp.abs(basis) ** 2)
+        rest = rest * resphering(probes[:, m:], rest, rank, resphered) ** 0.5
         # Algorithm 1 of the paper: both traces from one more block of products.
         directions = jnp.concatenate([basis, rest], axis=1)
         images = matmat(directions) / scale

@@ -36,7 +36,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     $\hat A$, and all products can be made in one pass over the operator.
 
     Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
-    length n. Needs `k >= 2`.
+    length n. Needs `k >= 2`; for an error bar, `k >= 3`.
 
     !!! Example
 
@@ -118,7 +118,8 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         # The frame is that of Hutch++ on the same products.
         span, _ = qr(products[:, :m])
         outside = rest - span @ (span.conj().T @ rest)
-        outside = outside * resphering(rest, outside, m, resphered) ** 0.5
+        rank = jnp.sum(jnp.abs(span) ** 2)
+        outside = outside * resphering(rest, outside, rank, resphered) ** 0.5
         left = jnp.concatenate([span, outside / g], axis=1)
         right = jnp.concatenate([span, outside], axis=1)
         return Sketch(

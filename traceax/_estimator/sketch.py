@@ -46,8 +46,8 @@ class Sketch(eqx.Module):
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
     - `num_matvecs`: columns that the operator was applied to.
-    - `scale`: a factor by which `samples`, `std_err`, `magnitude` and `extra` are still
-        to be multiplied.
+    - `scale`: a factor by which `samples`, `std_err`, `magnitude`, `noise`, `extra` and
+        what `expansion` makes are still to be multiplied.
     - `magnitude`: about the Frobenius norm of the operator, for estimators that do not
         need a semidefinite one: rounding errors are relative to it where it is larger
         than the trace.
@@ -57,7 +57,8 @@ class Sketch(eqx.Module):
     - `expansion`: a function that makes estimates of the whole operator, as many as
         there are samples, from which linear quantities follow; `None` for the trace
         alone.
-    - `noise`: an error of the trace that the samples do not show, spread over all rows.
+    - `noise`: a standard error of the trace that the samples do not show, added to
+        theirs in quadrature; an entry of a diagonal gets `noise / sqrt(n)`.
     """
 
     samples: Inexact[Array, " m"] | None

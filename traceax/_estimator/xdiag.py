@@ -9,7 +9,11 @@ from .._adaptive import Adaptive
 from .._kernel.dense import svd
 from .._kernel.expansion import OneSided
 from .._kernel.growth import extend, put, put_rows, rescale
-from .._kernel.leave_one_out import leave_one_out, leave_one_out_frame
+from .._kernel.leave_one_out import (
+    leave_one_out,
+    leave_one_out_frame,
+    without_rounding,
+)
 from .._sampler import AbstractSampler, RademacherSampler
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
@@ -86,7 +90,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
         k: Adaptive,
     ) -> "_State":
         products, scale = rescale(matmat(probes), state.scale, rounds)
-        new = extend(state.q, products, rounds, eps, jnp.linalg.norm(state.r))
+        new = extend(state.q, products, rounds)
         z = matmat(new.block, adjoint=True) / scale
         column = put_rows(new.coefficients, new.coupling, rounds)
         return _State(
@@ -103,13 +107,14 @@ class XDiagEstimator(AbstractGrowingEstimator):
         b, m = self.probes_in_round(k.round_size), state.r.shape[1]
         count = jnp.maximum(rounds * b, 1)
         rotation, s, vh = svd(state.r)
-        s = jnp.where(s > eps * s[0], s, 0)
+        s = without_rounding(s, state.r, eps)
         q, z = state.q @ (rotation * (s > 0)), state.z @ (rotation * (s > 0))
         loo = leave_one_out(s, vh, eps)
 
         def expansion():
             lefts = (z @ loo.directions).T
             products = state.q @ state.r
+            dropped = state.q @ (state.r - (rotation * s) @ vh)
             return OneSided(
                 shared=(z.T, q.T),
                 images=(q @ loo.directions).T,
@@ -117,6 +122,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
                 residuals=(loo.distance * state.probes).T - lefts,
                 gram=loo.directions.conj().T @ loo.directions,
                 products=products.T / count**0.5,
+                dropped=(state.probes.T, dropped.T),
             )
 
         left, right = leave_one_out_frame(

@@ -12,6 +12,7 @@ from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
     standard_errors,
+    without_rounding,
 )
 from .._kernel.two_sided import SmallMatrices, two_sided_samples, TwoSided
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
@@ -82,7 +83,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        small = SmallMatrices(square, square, square, square, jnp.zeros(m, real))
+        vectors = jnp.zeros(m, dtype), jnp.zeros(m, real)
+        small = SmallMatrices(square, square, square, square, *vectors)
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(
@@ -96,17 +98,19 @@ class XTraceEstimator(AbstractGrowingEstimator):
     ) -> "_State":
         small, b = state.small, probes.shape[1]
         products, scale = rescale(matmat(probes), state.scale, rounds)
-        new = extend(state.q, products, rounds, eps, jnp.linalg.norm(small.r))
+        new = extend(state.q, products, rounds)
         q = put(state.q, new.block, rounds)
         z = put(state.z, matmat(new.block) / scale, rounds)
         all_probes = put(state.probes, probes, rounds)
         column = put_rows(new.coefficients, new.coupling, rounds)
+        forms = jnp.sum(probes.conj() * products, axis=0)
         norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
         pairs = (q, z), (q, all_probes), (all_probes, z)
         products = border((small.h, small.w, small.across), pairs, rounds, b)
         small = SmallMatrices(
             put(small.r, column, rounds),
             *products,
+            forms=put_rows(small.forms[:, None], forms[:, None], rounds)[:, 0],
             norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
         )
         return _State(all_probes, q, z, small, scale)
@@ -117,7 +121,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape
         rotation, s, vh = svd(state.small.r)
-        s = jnp.where(s > eps * s[0], s, 0)
+        s = without_rounding(s, state.small.r, eps)
         rotation = rotation * (s > 0)
         loo = leave_one_out(s, vh, eps)
         samples, without = two_sided_samples(

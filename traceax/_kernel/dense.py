@@ -212,6 +212,12 @@ def diagonal(x: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
     return x.reshape(-1)[:: len(x) + 1]
 
 
+def safe_norm(x: Inexact[Array, "..."]) -> Real[Array, ""]:
+    """The two-norm of all entries; nothing overflows before x does."""
+    x, scale = normalise(x)
+    return scale * jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
+
+
 def normalise(x: Inexact[Array, "*n"]) -> tuple[Inexact[Array, "*n"], Real[Array, ""]]:
     """`x / c` and `c`, with `c` the largest modulus in `x`, or 1 for a zero `x`."""
     largest = jnp.max(jnp.abs(x))

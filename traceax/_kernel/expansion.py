@@ -178,6 +178,9 @@ class OneSided(AbstractLeaveOneOut):
     - `images`, `lefts`: rows `X s_j` and `W s_j`.
     - `residuals`: rows `conj(s_j* r_j) omega_j - W s_j`.
     - `gram`: `S* S`.
+    - `dropped`: rows `omega_j` and what `X r_j` lacks of `A omega_j`, where X has less
+        than the rank of the products: too small to span a basis, and perhaps, in low
+        precision, most of the diagonal.
     """
 
     shared: Pair
@@ -187,9 +190,11 @@ class OneSided(AbstractLeaveOneOut):
     gram: Inexact[Array, "m m"]
     products: Inexact[Array, "p n"]
     shift: Real[Array, ""] | float = 0.0
+    dropped: tuple[Inexact[Array, "m n"], Inexact[Array, "m n"]] | None = None
 
     def own(self) -> Sequence[Pair]:
-        return [(self.residuals, self.images)]
+        pairs = [(self.residuals, self.images)]
+        return pairs if self.dropped is None else [*pairs, self.dropped]
 
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
         index = jnp.arange(len(other))

@@ -100,13 +100,17 @@ def extend(
     basis: Inexact[Array, "n p"],
     x: Inexact[Array, "n b"],
     count: Int[Array, ""],
-    eps: float,
+    eps: float | None = None,
     scale: Real[Array, ""] | float = 0.0,
 ) -> Extension:
     """New columns for the range of x: orthonormal, or zero where x brings nothing new
-    beyond `eps * scale`. Block Gram-Schmidt, twice (Stewart, SIAM J. Sci. Comput. 31,
-    2008). The columns of a single block are orthonormal whatever the rank of x."""
+    beyond `eps * scale`; by default nothing at all, so that they keep all of x, however
+    small beside its largest part. Block Gram-Schmidt, twice (Stewart, SIAM J. Sci.
+    Comput. 31, 2008). The columns of a single block are orthonormal whatever the rank
+    of x."""
     b = x.shape[1]
+    if eps is None:
+        eps = float(jnp.finfo(x.dtype).eps) ** 2
     if basis.shape[1] == b:
         block, r = qr(x)
         return Extension(block, jnp.zeros_like(r), r)

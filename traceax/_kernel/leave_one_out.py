@@ -32,6 +32,17 @@ class LeaveOneOut(eqx.Module):
     rank: Real[Array, ""]
 
 
+def without_rounding(
+    s: Real[Array, " m"], r: Inexact[Array, "m m"], eps: float
+) -> Real[Array, " m"]:
+    """The singular values of R, 0 for those that are rounding: of the products, whose
+    relative error is `eps`, and independent in each column, or of arithmetic with them.
+    Others may be far below `eps * s[0]`, and in low precision most of the trace."""
+    column = jnp.sqrt(jnp.max(jnp.sum(jnp.abs(r) ** 2, axis=0)))
+    arithmetic = float(jnp.finfo(s.dtype).eps)
+    return jnp.where(s > jnp.maximum(arithmetic * s[0], eps * column), s, 0)
+
+
 def leave_one_out(
     s: Real[Array, " m"], vh: Inexact[Array, "m m"], eps: float
 ) -> LeaveOneOut:

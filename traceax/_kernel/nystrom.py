@@ -56,7 +56,8 @@ def whiten(
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
-    root = jnp.sqrt(jnp.maximum(values, 0) + shift)
+    # Directions in which A is negative have no part in an approximation of it.
+    root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
     whitener = (
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
     )
@@ -95,7 +96,7 @@ class GrowingNystrom(eqx.Module):
         new = extend(self.basis, probes, i, b * roundoff, n**0.5)
         basis = put(self.basis, new.block, i)
         products, scale = rescale(matmat(new.block), self.scale, i)
-        image = extend(self.q, products, i, eps, jnp.linalg.norm(self.r))
+        image = extend(self.q, products, i)
         q = put(self.q, image.block, i)
         r = put(self.r, put_rows(image.coefficients, image.coupling, i), i)
         (core,) = border([self.core], [(basis, q)], i, b)

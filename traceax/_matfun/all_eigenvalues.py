@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import attach
-from .._kernel.dense import diagonal, eigh, svd
+from .._kernel.dense import diagonal, eigh, safe_norm, svd
 from .._kernel.small_matrix import rounded
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction
@@ -34,7 +34,7 @@ def exact_trace_of_function(
         skew = matrix - matrix.conj().T
         nodes, left = eigh((matrix + matrix.conj().T) / 2)
         right, ends = left.conj().T, [0, -1]
-        noise = jnp.linalg.norm(skew) / (2**0.5 * operator.size)
+        noise = safe_norm(skew) / (2**0.5 * operator.size)
     values = values_at(function, nodes, operator.eps)
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
@@ -86,7 +86,7 @@ def _of_general_matrix(
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
     # Terms may also cancel within each entry of the diagonal.
-    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * jnp.linalg.norm(of_matrix)
+    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * safe_norm(of_matrix)
     size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
     lost = jnp.isfinite(change) & (change > size)
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
@@ -118,7 +118,7 @@ def _rounding(
     The matrix has errors E of size `error`, of its entries and of the factorisation. To
     first order they change `tr f(A)` by `tr(f'(A) E)`. Where f has a steep part of less
     than that size, they change values by as much as these have `moved` with the nodes."""
-    change = jnp.linalg.norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
+    change = safe_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
     change = change + jnp.finfo(nodes.dtype).eps * jnp.sum(jnp.abs(values))
     return change, jnp.isfinite(change) & (change > 0.02 * size)

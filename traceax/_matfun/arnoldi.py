@@ -24,9 +24,10 @@ class Arnoldi(AbstractKrylovMethod):
     one; for a function that is not real on real numbers give an operator of complex
     dtype.
 
-    No bounds of the quadrature error are known. `stats["bracket"]` has an estimate:
-    around the value, to each side, twice the change by one step less, or by one step more
-    that is extrapolated as if the operator were Hermitian, whichever is larger.
+    No bounds of the quadrature error are known. `stats["bounds"]`, and `"bracket"` for
+    the functions that have one, are estimates: around the value, to each side, twice the
+    change by one step less, or by one step more that is extrapolated as if the operator
+    were Hermitian, whichever is larger.
 
     Cost: `num_steps` products for each probe, `O(n num_steps^2)` operations, and
     `num_steps` vectors of length n.
@@ -115,6 +116,8 @@ class Arnoldi(AbstractKrylovMethod):
         # Terms may also cancel.
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
+        # Not infinite, so that moments of such errors are defined.
+        error = jnp.minimum(error, jnp.finfo(error.dtype).max ** 0.75)
         square = run.norm**2
         finite = jnp.where(jnp.isfinite(moved[0]), jnp.abs(moved[0]), 0)
         ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]

@@ -7,21 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._adaptive import Adaptive
-from .._checks import check_positive
+from .._checks import check_positive, known_number
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator
 from .._kernel.dense import eigh
 from .._kernel.nystrom import GrowingNystrom
 from .._sampler import draw_for, NormalSampler
-from .make_preconditioner import assemble
+from .make_preconditioner import assemble, FIRST_PROBE
 from .preconditioner import AbstractPreconditioning, Preconditioner
 from .steps import AdaptiveSteps
 
 
 _BLOCK = 8
-# The index at which the probes of the preconditioner begin, among all that are drawn from
-# one key.
-_FIRST = 2**30
 
 
 class AutoPreconditioner(AbstractPreconditioning):
@@ -65,7 +62,7 @@ class AutoPreconditioner(AbstractPreconditioning):
 
     - `shift`: a positive number that is not above the smallest eigenvalue, or only a
         little: the noise variance of a Gaussian process, a ridge, a jitter. It may be
-        traced and differentiated. Where none is known,
+        traced, and is constant to derivatives. Where none is known,
         [`traceax.nystrom_preconditioner`][] estimates one for a given rank.
     - `max_rank`: the largest rank, a Python integer; more than n counts as n.
 
@@ -73,7 +70,9 @@ class AutoPreconditioner(AbstractPreconditioning):
 
         ```bibtex
         @article{cortinovis2026nystrom,
-            author  = {Cortinovis, Alice and Toni, Francesca},
+            author  = {Cortinovis, Alice and Toni, Daniele},
+            title   = {Preconditioned log-determinant approximation: one {Gaussian} probe
+                       vector is almost always enough},
             journal = {arXiv:2601.05778},
             year    = {2026},
         }
@@ -94,14 +93,15 @@ class AutoPreconditioner(AbstractPreconditioning):
         `TypeError` or `ValueError` for a `max_rank` that is not a Python integer of 1 or
         more, and a `shift` that is not a positive number.
         """
-        if not isinstance(shift, int | float | jax.Array):
+        if not eqx.is_array_like(shift) or jnp.shape(shift) or jnp.iscomplexobj(shift):
             raise TypeError(
                 "`shift` must be a number. Found an object of type "
                 f"{type(shift).__name__}. Pass what is known of the smallest eigenvalue; "
                 "`traceax.nystrom_preconditioner` can do without."
             )
-        if isinstance(shift, int | float) and not shift > 0:
-            raise ValueError(f"`shift` must be positive. Found {shift!r}.")
+        number = known_number(shift)
+        if number is not None and not number > 0:
+            raise ValueError(f"`shift` must be positive. Found {number}.")
         self.shift = shift
         self.max_rank = check_positive("max_rank", max_rank)
 
@@ -125,7 +125,7 @@ class AutoPreconditioner(AbstractPreconditioning):
 
         def one_block(carry):
             grown, blocks, before, *_ = carry
-            indices = _FIRST + blocks * block + jnp.arange(block)
+            indices = FIRST_PROBE + blocks * block + jnp.arange(block)
             z = draw_for(flat, NormalSampler(), key, indices)
             half, log_ratio = _inverse_root(grown, shift, eps)
             x = half(z)

@@ -86,7 +86,7 @@ class AbstractFunctionEstimator(eqx.Module):
 
         **Returns:**
 
-        An `Estimate` of `traceax.internal`, from at most `k * num_steps` products.
+        An `Estimate` of `traceax.internal`, from about `k * num_steps` products.
         """
 
     def rescaled(

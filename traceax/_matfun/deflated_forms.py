@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
@@ -80,7 +81,11 @@ class DeflatedForms(eqx.Module):
         one, deflation = _LANCZOS.read(flat, state, *settings), self.deflation
         # That of z* F z for isotropic z, over `||F - c||_F^2`.
         variance = 1 if jnp.issubdtype(flat.dtype, jnp.complexfloating) else 2
+        # Then nothing is left, and the function need not be defined at 0.
         whole = jnp.sum(deflation.present) == flat.size
+        arrays, others = eqx.partition(one, eqx.is_array)
+        arrays = jax.tree.map(lambda x: jnp.where(whole, jnp.zeros_like(x), x), arrays)
+        one = eqx.combine(arrays, others)
         return dataclasses.replace(
             one,
             value=deflation.value + one.value,

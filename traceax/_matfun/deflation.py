@@ -59,9 +59,11 @@ class Deflation(eqx.Module):
         nodes, vectors = eigh(run.matrix)
         basis = run.basis[:, :width]
         present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
-        values = values_at(function, nodes, eps)
         weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
-        slopes = slopes_at(function, nodes, eps)
+        # After a breakdown the others need not be in the domain.
+        used = weights > 0
+        values = jnp.where(used, values_at(function, nodes, eps), 0)
+        slopes = jnp.where(used, slopes_at(function, nodes, eps), 0)
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
         moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731

@@ -147,9 +147,10 @@ LanczosGradient.__init__.__doc__ = """**Arguments:**
 
 class SolveGradient(AbstractFunctionGradient):
     """$f'(A) z$ by `lineax.linear_solve`, to the tolerance of a solver, and
-    differentiable again: for log-determinants and traces of inverses only.
+    differentiable again: for `Log`, `Inverse` without a shift, and negative whole powers.
 
-    Costs the solves (two for the inverse) when, and only when, a derivative is taken.
+    Costs the solves when, and only when, a derivative is taken: for each probe one for
+    `Log`, two for `Inverse`, and p + 1 for `Power(-p)`.
 
     !!! Example
 

@@ -153,6 +153,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, rest, quantity)
 
         def choose(adaptive):
+            if isinstance(k, Adaptive) and k.state is not None:
+                return k.state[0]
             return forms.choose_steps(adaptive, operator, excess, execution)
 
         steps, products = deflated.first, deflated.products
@@ -186,7 +188,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def mean():
             left = deflation.left(function, operator.eps)
             frame = gradient.frame(function, left, deflation.basis, deflation.basis)
-            fixed = attach(operator, deflation.value, frame, execution=execution)
+            # The samples, which have it too, give its derivative in the function.
+            constant = jax.lax.stop_gradient(deflation.value)
+            fixed = attach(operator, constant, frame, execution=execution)
             return fixed + streamed.mean()
 
         def probes():
@@ -205,7 +209,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
             extra=extra | taken | streamed.loop.extra,
-            state=deflated.state(streamed.loop.state),
+            state=steps.state(deflated.state(streamed.loop.state)),
             probes=probes,
             bounds=moments.bounds(deflation.rounding),
         )
@@ -239,6 +243,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
+            if isinstance(k, Adaptive) and k.state is not None:
+                return k.state[0]
             probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
             settings = Lanczos(), operator, function, None, probe, excess, execution
             return choose_steps_of_form(adaptive, *settings)
@@ -263,7 +269,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             run = block_lanczos_start(start, total, eps=eps)
             steps = jnp.minimum(jnp.asarray(first, jnp.int32), total)
             if isinstance(rest, Adaptive) and rest.state is not None:
-                earlier, steps, loop = rest.state
+                _, (earlier, steps, loop) = rest.state
                 run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
             else:
                 run = advance(run, 0, steps)

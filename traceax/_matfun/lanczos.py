@@ -92,8 +92,10 @@ class Lanczos(AbstractKrylovMethod):
         matrix = tridiagonal(run.alpha, run.beta)
         nodes, vectors = eigh(matrix)
         square, first = run.norm**2, jnp.ones(1, bool)
-        values = values_at(function, nodes, eps)
         weights = vectors[0] ** 2
+        # After a breakdown the others need not be in the domain.
+        used = weights > 0
+        values = jnp.where(used, values_at(function, nodes, eps), 0)
         value = jnp.sum(weights * values)
         # Apart from the first one, so that a call of which only the value is used is
         # compiled without.
@@ -106,7 +108,7 @@ class Lanczos(AbstractKrylovMethod):
         lower = lower_end(function, compression, lower_bound, eps)
         bracket = bracket_of(function, value, compression, first, lower, largest=largest)
 
-        slopes = slopes_at(function, nodes, eps)
+        slopes = jnp.where(used, slopes_at(function, nodes, eps), 0)
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
         residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)

@@ -15,6 +15,11 @@ from .._solve import call
 from .preconditioner import Preconditioner
 
 
+# The index at which the probes of a preconditioner begin, among all that are drawn from
+# one key: those of the estimate that takes it are others.
+FIRST_PROBE = 2**30
+
+
 def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
     check_operator(operator)
     rank = min(check_positive("rank", rank), operator.in_size())
@@ -144,7 +149,7 @@ def nystrom_preconditioner(
 
 def _nystrom(operator, rank, key, shift, execution) -> Preconditioner:
     flat = flatten(operator).frozen
-    probes = draw_for(flat, NormalSampler(), key, jnp.arange(rank))
+    probes = draw_for(flat, NormalSampler(), key, FIRST_PROBE + jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
         structure = operator.in_structure()

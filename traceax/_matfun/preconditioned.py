@@ -1,8 +1,9 @@
 import dataclasses
 from typing import Any
 
+import equinox as eqx
 import jax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._adaptive import Adaptive
 from .._checks import check_instance
@@ -35,6 +36,39 @@ def check_preconditioner(preconditioner: Any) -> None:
     example = "nystrom_preconditioner(operator, rank, key=key)"
     if not isinstance(preconditioner, AbstractPreconditioning):
         check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+
+
+class Prepared(eqx.Module):
+    """The preconditioner of a call, and the arguments of the call that takes it. A run
+    that goes on has that of the earlier one, if it was made there: samples are of the
+    preconditioned operator."""
+
+    preconditioner: AbstractPreconditioner
+    call: dict[str, Any]
+    made: bool
+
+    @classmethod
+    def of(
+        cls,
+        preconditioning: AbstractPreconditioning,
+        operator: FlatOperator,
+        call: dict[str, Any],
+    ) -> "Prepared":
+        """`call` has the arguments of `prepare`."""
+        k, made = call["k"], not isinstance(preconditioning, AbstractPreconditioner)
+        if not isinstance(k, Adaptive) or k.state is None:
+            return cls(preconditioning.prepare(operator, **call), call, made)
+        earlier, loop = k.state
+        rest: dict[str, Any] = call | {"k": dataclasses.replace(k, state=loop)}
+        if not made:
+            earlier = preconditioning.prepare(operator, **rest)
+        return cls(earlier, rest, made)
+
+    def state(self, inner: PyTree[Array] | None) -> PyTree[Array] | None:
+        """That of an adaptive run."""
+        return (
+            None if inner is None else (self.preconditioner if self.made else None, inner)
+        )
 
 
 class Preconditioned(AbstractFunctionEstimator):
@@ -118,14 +152,15 @@ class Preconditioned(AbstractFunctionEstimator):
         check_logarithm(operator, function)
         call: dict[str, Any] = {"k": k, "num_steps": num_steps}
         call |= {"key": key, "execution": execution}
-        outer = self.preconditioner.prepare(operator, **call)
+        prepared = Prepared.of(self.preconditioner, operator, call)
+        outer = prepared.preconditioner
         known = outer.logdet
         # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
         estimate = self.estimator.rescaled(1 / outer.largest, outer.least).run(
             outer.apply_to(operator),
             function,
             gradient,
-            **call,
+            **prepared.call,
             quantity=Shifted(quantity, jax.lax.stop_gradient(known)),
         )
         value, samples, extra = estimate.value, estimate.samples, estimate.extra
@@ -139,5 +174,6 @@ class Preconditioned(AbstractFunctionEstimator):
             samples=None if samples is None else samples + known,
             num_matvecs=estimate.num_matvecs + outer.num_matvecs,
             extra=extra | shifted,
+            state=prepared.state(estimate.state),
             bounds=None if bounds is None else bounds.at[:, 0].add(known),
         )

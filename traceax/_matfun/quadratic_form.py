@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
-from .._kernel.dense import eigh
+from .._kernel.dense import eigh, safe_norm
 from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
 from .._solution import failure, RESULTS
@@ -208,7 +208,7 @@ def lower_end(
     nodes, singular = compression.nodes, function.singular_at_zero
     lower = roundoff(nodes, eps) if singular else jnp.zeros_like(nodes[0])
     if not function.semidefinite_domain:
-        beyond = nodes[0] - jnp.linalg.norm(compression.border)
+        beyond = nodes[0] - safe_norm(compression.border)
         lower = jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
     if lower_bound is None:
         return lower
@@ -275,7 +275,7 @@ def bracket_of(
         exactly = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
         other = integral(exactly, eigh(below), measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-    rest = jnp.linalg.norm(compression.border)
+    rest = safe_norm(compression.border)
     upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
     above = -radau(-compression, -upper)
     rules = eigh(jnp.stack([below, above, shorter(compression)]))

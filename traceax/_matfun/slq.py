@@ -31,17 +31,17 @@ class SLQEstimator(AbstractFunctionEstimator):
     Exact for polynomials $f$ of degree up to `2 * num_steps - 1`. Otherwise there are
     two errors. The sampling error is in `std_err` and falls with `k`. The quadrature
     error falls with `num_steps` alone. For `Log`, `Inverse`, `Entropy` and `Power` with
-    a negative exponent or a fractional one below 2, the truth for each probe is inside
-    `stats["sample_brackets"]`, shape `(k, 2)`, whose mean is `stats["bracket"]`; for
-    other functions the brackets are estimates. [`traceax.Solution.interval`][] counts
-    both errors. Where the quadrature error is the larger one, more steps or a
-    preconditioner help, and more probes do not.
+    a negative exponent or a fractional one below 2, of a Hermitian operator or of
+    singular values, the truth for each probe is inside `stats["sample_brackets"]`, shape
+    `(k, 2)`, whose mean is `stats["bracket"]`; otherwise the quadrature error is
+    estimated. [`traceax.Solution.interval`][] counts both errors. Where the quadrature
+    error is the larger one, more steps or a preconditioner help, and more probes do not.
 
     Cost: `k * num_steps` products, and as many with the adjoint by Golub-Kahan; with
     [`traceax.AdaptiveSteps`][] one run more. Memory: `num_steps` vectors of length n
-    for each probe of a block; with `window=0` and no derivative, only those of a step.
-    A derivative keeps two vectors for each column of its `gradient` and each probe
-    between the passes.
+    for each probe of a block, twice that by Golub-Kahan; with `krylov=Lanczos(window=0)`
+    and no derivative, only those of a step. A derivative keeps two vectors for each
+    column of its `gradient` and each probe between the passes.
 
     !!! Example
 
@@ -59,6 +59,10 @@ class SLQEstimator(AbstractFunctionEstimator):
         solution = tx.logdet(operator, estimator, k=20, num_steps=20, key=key)
         print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
         ```
+
+    Further entries of `stats` are `"ritz_values"`, shape `(2,)`, the smallest and the
+    largest Ritz value, and `"gradient_residual"`, shape `(k,)`, for a Hermitian operator
+    the relative residual of $f'(A) z_i$ from the Krylov space of each probe.
 
     **Attributes:**
 
@@ -132,7 +136,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             settings = krylov, operator, function, bound, probe, excess, execution
             return choose_steps_of_form(adaptive, *settings)
 
-        steps = Steps.of(num_steps, choose)
+        steps, k = Steps.resumed(num_steps, choose, k)
 
         def form(flat, index):
             probe = draw(flat, index[None])[:, 0]
@@ -169,7 +173,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             magnitude=magnitude,
             result=first_failure(in_domain, precise, streamed.loop.result, wide),
             extra=extra | taken | streamed.loop.extra,
-            state=streamed.loop.state,
+            state=steps.state(streamed.loop.state),
             probes=probes,
             bounds=moments.bounds(),
         )

@@ -234,7 +234,7 @@ def spectral_density(
     - `sampler`: distribution of the probes, of which only the directions count. Default:
         [`traceax.RademacherSampler`][].
     - `window`: how many of the last basis vectors each new one is orthogonalised against,
-        as for [`traceax.SLQEstimator`][]. `None`: all. 0: none; then an eigenvalue may
+        as for [`traceax.Lanczos`][]. `None`: all. 0: none; then an eigenvalue may
         come as several nodes that share its weight.
     - `execution`, `throw`: as in [`traceax.trace`][].
 

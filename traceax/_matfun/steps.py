@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -94,8 +95,9 @@ def excess_of_bracket(
     the standard error of k forms, of which one has this `deviation`."""
     rounding = operator.rounding * jnp.abs(value)
     if isinstance(k, Adaptive):
-        ends = [quantity.present(x, rounding)[0] for x in (value, *bracket)]
-        value, low, high = map(k.size, ends)
+        presented = [quantity.present(x, rounding) for x in (value, *bracket)]
+        value, low, high = (k.size(each) for each, _ in presented)
+        rounding = k.size(presented[0][1])
         aimed = k.tolerance(value)
     else:
         low, high = bracket
@@ -136,6 +138,20 @@ class Steps(eqx.Module):
         made = choose(num_steps)
         return cls(num_steps.max_steps, made, made, True)
 
+    @classmethod
+    def resumed(
+        cls,
+        num_steps: int | AdaptiveSteps,
+        choose: Callable[[AdaptiveSteps], Int[Array, ""]],
+        k: int | Adaptive,
+    ) -> "tuple[Steps, int | Adaptive]":
+        """The same, but those of an earlier run if k goes on from one; and k for the loop
+        that takes them."""
+        if not isinstance(k, Adaptive) or k.state is None:
+            return cls.of(num_steps, choose), k
+        made, loop = k.state
+        return cls.of(num_steps, lambda _: made), dataclasses.replace(k, state=loop)
+
     def report(
         self, k: int | Adaptive, missed: Callable[[Adaptive], Real[Array, ""]]
     ) -> tuple[dict[str, Array], Any]:
@@ -145,8 +161,13 @@ class Steps(eqx.Module):
             return {}, None
         result = None
         if isinstance(k, Adaptive):
-            result = failure(missed(k) > 1, RESULTS.max_steps_reached)
+            result = failure(~(missed(k) <= 1), RESULTS.max_steps_reached)
         return {"num_steps": jnp.asarray(self.made)}, result
+
+    def state(self, loop: PyTree[Array] | None) -> PyTree[Array] | None:
+        """That of an adaptive run, with the number of steps: of a run that goes on, all
+        samples have as many."""
+        return None if loop is None else (jnp.asarray(self.made, jnp.int32), loop)
 
 
 def choose_steps_of_form(
