@@ -221,3 +221,14 @@ def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     assert rank == small < alone
     error = np.abs(solution.value - exact(matrix))
     assert error < 6 * solution.std_err
+
+
+def test_shift_above_eigenvalues_that_the_sketch_sees():
+    """Where A less the shift is negative, the preconditioner is the shift."""
+    matrix = hermitian(0, np.append(np.full(10, 100.0), np.full(N - 10, 0.1)))
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+    outer = tx.nystrom_preconditioner(operator, 50, key=KEY, shift=0.11)
+    assert outer.largest < 101
+    settings = {"k": 10, "num_steps": 10, "key": jr.key(1), "preconditioner": outer}
+    solution = tx.logdet(operator, **settings)
+    assert np.abs(solution.value - exact(matrix)) < 1e-2

@@ -456,21 +456,19 @@ class Jacobi(tx.AbstractPreconditioner):
 
 
 def test_a_preconditioner_is_constant_wherever_it_is_made():
-    matrix = hermitian(0, SPECTRUM)
+    """With derivatives in a part of it, the derivative of the inverse would be zero."""
+    matrix = np.diag(np.linspace(1, 5, N)) + 0.01 * hermitian(0, np.linspace(-1, 1, N))
 
     @jax.jit
     def slopes(scale, matrix):
         def values(scale):
-            settings = {"k": 12, "num_steps": 20, "key": KEY}
+            settings = {"k": 12, "num_steps": 10, "key": KEY, "estimator": HUTCHINSON}
             settings["preconditioner"] = Jacobi(scale * jnp.diagonal(matrix))
-            return diagonal(
-                scale * matrix, tx.Inverse(), estimator=HUTCHINSON, **settings
-            ).value
+            return diagonal(scale * matrix, tx.Inverse(), **settings).value
 
         return values(scale), jax.jvp(values, (scale,), (jnp.ones(()),))[1]
 
-    # The mean of the estimates is proportional to 1 / scale, and so is each of them.
     value, slope = slopes(jnp.asarray(2.0), matrix)
-    truth = exact_diagonal(2 * matrix, lambda x: 1 / x)
-    errors = np.linalg.norm(value - truth), np.linalg.norm(slope + truth / 2)
-    assert errors[1] < 3 * (errors[0] + 1e-6 * np.linalg.norm(truth))
+    truth = np.diag(np.linalg.inv(2 * matrix))
+    assert np.allclose(value, truth, rtol=1e-2)
+    assert np.allclose(slope, -truth / 2, rtol=1e-1)
