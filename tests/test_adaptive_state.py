@@ -299,7 +299,14 @@ def test_deflation_that_goes_on(estimator):
         np.testing.assert_allclose(again.value, whole.value, rtol=1e-12)
 
 
-def test_numpy_settings_are_those_of_the_same_call():
+@pytest.mark.parametrize("wide", [True, False])
+def test_numpy_settings_are_those_of_the_same_call(wide):
+    """Without 64 bits, those of NumPy are rounded on the way into a program."""
+    with jax.enable_x64(wide):
+        check_numpy_settings()
+
+
+def check_numpy_settings():
     matrix = jax.numpy.asarray(FLAT)
 
     def solve(**settings):

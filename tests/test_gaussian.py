@@ -277,12 +277,13 @@ def test_misuse(kind, parts, change):
 
 
 @pytest.mark.parametrize("k", [N, tx.Adaptive(rtol=1e-9, max_k=2 * N)], ids=["n", "2 n"])
-def test_exact_determinant_with_a_preconditioner(k):
+@pytest.mark.parametrize("scale", [1e-20, 1e6, 1e20])
+def test_exact_determinant_with_a_preconditioner(k, scale):
     """The solve is scaled by an eigenvalue of the preconditioned operator, not of A."""
-    matrix = (1e6 * kernel(PARAMETERS)).astype(np.float32)
-    operator = matrix_free(matrix, PSD)
-    outer = tx.nystrom_preconditioner(operator, 10, key=jr.key(1), shift=1e5)
-    residual = jnp.asarray(RESIDUAL, jnp.float32)
+    matrix = (scale * kernel(PARAMETERS)).astype(np.float32)
+    operator, shift = matrix_free(matrix, PSD), 0.1 * scale
+    outer = tx.nystrom_preconditioner(operator, 10, key=jr.key(1), shift=shift)
+    residual = jnp.asarray(scale**0.5 * RESIDUAL, jnp.float32)
     solution = log_prob(matrix, residual, k=k, preconditioner=outer)
     assert solution.result == tx.RESULTS.successful
     value, *_ = exact_of(matrix.astype(float), np.asarray(residual, float))

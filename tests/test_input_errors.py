@@ -411,3 +411,12 @@ def test_complex_multiple_of_a_real_operator():
             tx.trace(each, k=3)
     found = tx.trace(lx.MatrixLinearOperator(jnp.eye(3) + 0j) * 1j, k=3)
     assert found.value == 3j
+
+
+def test_complex_inside_of_a_real_operator():
+    """A derivative by Fourier transforms has a complex multiple within."""
+    real, wide = (jax.ShapeDtypeStruct((3,), x) for x in (jnp.float64, jnp.complex128))
+    into = lx.FunctionLinearOperator(lambda v: v.astype(complex), real)
+    out = lx.FunctionLinearOperator(lambda v: v.imag, wide)
+    diagonal = lx.DiagonalLinearOperator(jnp.arange(3.0) + 0j)
+    assert tx.trace(out @ (diagonal * 1j) @ into, k=3).value == 3

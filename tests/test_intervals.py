@@ -348,3 +348,11 @@ def test_confidence_that_rounds_to_one():
         solution = tx.trace(lx.DiagonalLinearOperator(jnp.ones(3)), k=3)
         with pytest.raises(ValueError, match="must be between 0 and 1"):
             solution.interval(0.999999998)
+
+
+def test_infinite_slope_of_an_exact_answer():
+    """Rounding may change the root of the eigenvalue 0 by an unknown amount."""
+    operator = matrix_free(np.diag([0.0, 1.0, 4.0]), PSD)
+    solution = tx.trace_of_function(operator, jnp.sqrt, k=3, num_steps=3)
+    low, high = solution.interval()
+    assert low <= 3 <= high

@@ -697,26 +697,50 @@ def test_derivative_in_the_parameters_with_deflation(k):
     assert np.allclose(found, np.sum(values * np.exp(-0.7 * values)), rtol=1e-2)
 
 
-def reciprocal(x):
-    return 1 / x
+class Reciprocal(eqx.Module):
+    scale: jax.Array
+
+    def __call__(self, x):
+        return self.scale / x
 
 
 SIGNS = np.repeat([1.0, -1.0], 8)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "matrix", "truth"),
+    ("estimator", "matrix"),
     [
-        (tx.SLQEstimator(), np.diag(SIGNS), 0),
-        (tx.KrylovAwareEstimator(), hermitian(0, SIGNS), 0),
-        (tx.KrylovAwareEstimator(), hermitian(0, np.linspace(1, 2, 16)), None),
+        (tx.SLQEstimator(), np.diag(SIGNS)),
+        (tx.KrylovAwareEstimator(), hermitian(0, SIGNS)),
+        (tx.KrylovAwareEstimator(), hermitian(0, np.linspace(1, 2, 16))),
     ],
     ids=["SLQ", "deflated", "nothing left"],
 )
-def test_a_pole_that_no_eigenvalue_meets(estimator, matrix, truth):
-    """After a breakdown, or where nothing is left, no function value is asked for."""
-    operator = matrix_free(matrix, lx.symmetric_tag)
-    call = {"k": 8, "num_steps": 10, "key": KEY}
-    solution = tx.trace_of_function(operator, reciprocal, estimator, **call)
-    expected = np.trace(np.linalg.inv(matrix)) if truth is None else truth
-    assert np.allclose(solution.value, expected, atol=1e-10)
+def test_a_pole_that_no_eigenvalue_meets(estimator, matrix):
+    """After a breakdown, or where nothing is left, no function value is asked for, nor a
+    derivative of one."""
+
+    @jax.jit
+    def run(scale, matrix):
+        def value(scale):
+            operator = matrix_free(matrix, lx.symmetric_tag)
+            call = {"k": 8, "num_steps": 10, "key": KEY, "throw": False}
+            solution = tx.trace_of_function(
+                operator, Reciprocal(scale), estimator, **call
+            )
+            return solution.value, solution.result == tx.RESULTS.successful
+
+        return jax.value_and_grad(value, has_aux=True)(scale)
+
+    (value, successful), slope = run(jnp.asarray(2.0), matrix)
+    expected = np.trace(np.linalg.inv(matrix))
+    assert successful
+    assert np.allclose([value, 2 * slope], 2 * expected, atol=1e-10)
+
+
+def test_products_with_a_pole_that_no_eigenvalue_meets():
+    """The filling after a breakdown is 0 for a vector of ones."""
+    operator = tx.function_of(
+        matrix_free(np.diag(SIGNS), lx.symmetric_tag), Reciprocal(jnp.asarray(2.0)), 6
+    )
+    assert np.allclose(operator.mv(jnp.ones(16)), 2 * SIGNS)

@@ -55,11 +55,12 @@ class Adaptive(eqx.Module):
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
     - `max_k`: the largest budget, in the units of `k`: products for `traceax.trace`,
         probes for the others. Rounded down to whole rounds. Array shapes depend on it.
-        If it is larger than n by a round or more, the call cannot run out of it: n
-        units are kept back for the exact answer. That is taken where the others, or n,
-        have not been enough, or where independent samples are seen to need more than n
-        further ones. (A call that goes on from a `state` needs n more than the `max_k`
-        of that for it.)
+        If it is larger than n by a round or more, and by what the estimator needs at
+        least, the call cannot run out of it: n units are kept back for the exact answer.
+        That is taken where the others, or n, have not been enough, or where independent
+        samples are seen to need more than n further ones. A call that goes on from one
+        that kept nothing back needs n more than the `max_k` of that, or than n if that
+        is less.
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends.

@@ -168,15 +168,17 @@ def check_spaces(operator: lx.AbstractLinearOperator) -> None:
         raise TypeError(
             "`operator` must map real vectors to real ones or complex vectors to "
             f"complex ones. Found the dtypes {sorted(map(str, dtypes))} in its "
-            "in_structure() and out_structure(). Cast the operator's arrays and its "
-            "input structure to one floating or complex dtype."
+            "in_structure(), out_structure() and factors. Cast the operator's arrays and "
+            "its input structure to one floating or complex dtype."
         )
 
 
 def _scalars(operator: lx.AbstractLinearOperator) -> list[Array]:
-    """Complex factors, of which the structures of lineax know nothing."""
+    """Complex factors of real operators, of which the structures of lineax know
+    nothing."""
     found = []
-    if isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator):
+    multiple = isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator)
+    if multiple and not is_complex(operator.operator):
         found += [operator.scalar] if jnp.iscomplexobj(operator.scalar) else []
     for name in ("operator", "operator1", "operator2"):
         if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):

@@ -159,8 +159,7 @@ class RunState(eqx.Module):
 
 def _settings(estimator: AbstractTask) -> str:
     """Shapes and dtypes in the place of arrays, which are traced inside a program."""
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    shapes = jax.tree.map(lambda x: shape(x) if eqx.is_array(x) else x, estimator)
+    shapes = eqx.filter_eval_shape(lambda x: x, estimator)
     return wl.pformat(shapes, hide_defaults=False, short_arrays=True)
 
 

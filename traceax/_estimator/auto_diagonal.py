@@ -28,7 +28,8 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
     r"""Picks an estimator of the diagonal from the operator's tags, the budget and, while
     running, from the first products.
 
-    1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the diagonal;
+    1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the diagonal, or
+        with `traceax.Adaptive` those of a round;
     2. for an operator that is tagged positive or negative semidefinite,
        [`traceax.XNysDiagEstimator`][] or, from the same products,
        [`traceax.HutchinsonEstimator`][], whichever varies less;

@@ -214,8 +214,10 @@ def diagonal(x: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
 
 def safe_norm(x: Inexact[Array, "..."]) -> Real[Array, ""]:
     """The two-norm of all entries; nothing overflows before x does."""
-    x, scale = normalise(x)
-    return scale * jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
+    size = jnp.abs(x)
+    largest = jnp.max(size, initial=0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return unit * jnp.sqrt(jnp.sum((size / unit) ** 2))
 
 
 def normalise(x: Inexact[Array, "*n"]) -> tuple[Inexact[Array, "*n"], Real[Array, ""]]:

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, freeze
+from .._kernel.lanczos import LanczosState
 from .._sampler import AbstractSampler, draw_for
 from .deflation import Deflation
 from .functions import AbstractSpectralFunction
@@ -73,19 +73,19 @@ class DeflatedForms(eqx.Module):
     def _read(
         self,
         flat: FlatOperator,
-        state: PyTree[Array],
+        state: LanczosState,
         steps: Int[Array, ""] | int,
         columns: int,
     ) -> QuadraticForm:
-        settings = steps, self.function, self.lower, columns, self.ends[1]
-        one, deflation = _LANCZOS.read(flat, state, *settings), self.deflation
+        deflation, largest = self.deflation, self.ends[1]
+        # Then nothing is left: a zero probe, whose eigenvalue is to be in the domain.
+        whole = jnp.sum(deflation.present) == flat.size
+        entries = state.entries.at[:, 0].add(jnp.where(whole, largest, 0))
+        state = dataclasses.replace(state, entries=entries)
+        settings = steps, self.function, self.lower, columns, largest
+        one = _LANCZOS.read(flat, state, *settings)
         # That of z* F z for isotropic z, over `||F - c||_F^2`.
         variance = 1 if jnp.issubdtype(flat.dtype, jnp.complexfloating) else 2
-        # Then nothing is left, and the function need not be defined at 0.
-        whole = jnp.sum(deflation.present) == flat.size
-        arrays, others = eqx.partition(one, eqx.is_array)
-        arrays = jax.tree.map(lambda x: jnp.where(whole, jnp.zeros_like(x), x), arrays)
-        one = eqx.combine(arrays, others)
         return dataclasses.replace(
             one,
             value=deflation.value + one.value,

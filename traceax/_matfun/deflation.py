@@ -12,7 +12,14 @@ from .._kernel.lanczos import BlockLanczos
 from .._kernel.quadrature import Compression
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
-from .quadratic_form import bracket_of, integral, magnitude_of, slopes_at, values_at
+from .quadratic_form import (
+    bracket_of,
+    integral,
+    magnitude_of,
+    slopes_at,
+    used_nodes,
+    values_at,
+)
 
 
 class Seen(eqx.Module):
@@ -60,10 +67,8 @@ class Deflation(eqx.Module):
         basis = run.basis[:, :width]
         present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
         weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
-        # After a breakdown the others need not be in the domain.
-        used = weights > 0
-        values = jnp.where(used, values_at(function, nodes, eps), 0)
-        slopes = jnp.where(used, slopes_at(function, nodes, eps), 0)
+        used = used_nodes(nodes, weights)
+        values, slopes = values_at(function, used, eps), slopes_at(function, used, eps)
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
         moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
@@ -93,7 +98,8 @@ class Deflation(eqx.Module):
     def left(
         self, function: AbstractSpectralFunction, eps: float
     ) -> Inexact[Array, "n w"]:
-        slopes = slopes_at(function, self.compression.nodes, eps)
+        weights = jnp.sum(jnp.abs(self.lead) ** 2, axis=0)
+        slopes = slopes_at(function, used_nodes(self.compression.nodes, weights), eps)
         return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
 
     def seen(self) -> Seen:

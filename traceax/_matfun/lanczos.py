@@ -21,6 +21,7 @@ from .quadratic_form import (
     magnitude_of,
     QuadraticForm,
     slopes_at,
+    used_nodes,
     values_at,
 )
 
@@ -93,9 +94,8 @@ class Lanczos(AbstractKrylovMethod):
         nodes, vectors = eigh(matrix)
         square, first = run.norm**2, jnp.ones(1, bool)
         weights = vectors[0] ** 2
-        # After a breakdown the others need not be in the domain.
-        used = weights > 0
-        values = jnp.where(used, values_at(function, nodes, eps), 0)
+        used = used_nodes(nodes, weights)
+        values = values_at(function, used, eps)
         value = jnp.sum(weights * values)
         # Apart from the first one, so that a call of which only the value is used is
         # compiled without.
@@ -108,11 +108,11 @@ class Lanczos(AbstractKrylovMethod):
         lower = lower_end(function, compression, lower_bound, eps)
         bracket = bracket_of(function, value, compression, first, lower, largest=largest)
 
-        slopes = jnp.where(used, slopes_at(function, nodes, eps), 0)
+        slopes = slopes_at(function, used, eps)
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
         residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
-        differences = divided_differences(nodes, values, slopes)
+        differences = divided_differences(used, values, slopes)
         left, right = few_pairs(differences, vectors[0], columns)
         return QuadraticForm(
             value=square * value,

@@ -74,6 +74,12 @@ def values_at(
     return function(jnp.maximum(nodes, lowest))
 
 
+def used_nodes(nodes: Real[Array, " s"], weights: Real[Array, " s"]) -> Real[Array, " s"]:
+    """The nodes, but one that has weight in the place of those without: after a breakdown
+    these need not be in the domain of a function."""
+    return jnp.where(weights > 0, nodes, nodes[jnp.argmax(weights)])
+
+
 def slopes_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
 ) -> Real[Array, " s"]:
