@@ -736,11 +736,3 @@ def test_a_pole_that_no_eigenvalue_meets(estimator, matrix):
     expected = np.trace(np.linalg.inv(matrix))
     assert successful
     assert np.allclose([value, 2 * slope], 2 * expected, atol=1e-10)
-
-
-def test_products_with_a_pole_that_no_eigenvalue_meets():
-    """The filling after a breakdown is 0 for a vector of ones."""
-    operator = tx.function_of(
-        matrix_free(np.diag(SIGNS), lx.symmetric_tag), Reciprocal(jnp.asarray(2.0)), 6
-    )
-    assert np.allclose(operator.mv(jnp.ones(16)), 2 * SIGNS)

@@ -178,8 +178,8 @@ def _scalars(operator: lx.AbstractLinearOperator) -> list[Array]:
     nothing."""
     found = []
     multiple = isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator)
-    if multiple and not is_complex(operator.operator):
-        found += [operator.scalar] if jnp.iscomplexobj(operator.scalar) else []
+    if multiple and jnp.iscomplexobj(operator.scalar):
+        found += [] if is_complex(operator.operator) else [operator.scalar]
     for name in ("operator", "operator1", "operator2"):
         if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
             found += _scalars(part)

@@ -160,6 +160,9 @@ class RunState(eqx.Module):
 def _settings(estimator: AbstractTask) -> str:
     """Shapes and dtypes in the place of arrays, which are traced inside a program."""
     shapes = eqx.filter_eval_shape(lambda x: x, estimator)
+    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    shapes = jax.tree.map(lambda x: plain(x) if is_shape(x) else x, shapes)
     return wl.pformat(shapes, hide_defaults=False, short_arrays=True)
 
 

@@ -28,7 +28,7 @@ from .._kernel.quadrature import (
 )
 from .callables import as_spectral_function
 from .functions import AbstractSpectralFunction
-from .quadratic_form import outside_domain, slopes_at, used_nodes, values_at
+from .quadratic_form import outside_domain, slopes_at, values_at
 
 
 class Action(eqx.Module):
@@ -62,8 +62,7 @@ class Action(eqx.Module):
         self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
     ) -> Inexact[Array, " n"]:
         """`f(A) v`, or NaN where a Ritz value is outside the domain."""
-        used = used_nodes(nodes, vectors[0] ** 2)
-        values = values_at(self.function, used, self.operator.eps)
+        values = values_at(self.function, nodes, self.operator.eps)
         ends = jnp.stack([nodes[0], nodes[-1]])
         outside = outside_domain(self.function, self.operator, ends, jnp.sum(values))
         values = jnp.where(outside, jnp.nan, values)
@@ -96,7 +95,7 @@ class Action(eqx.Module):
 
         def first(matrix):
             found, basis = eigh(matrix)
-            values = values_at(self.function, used_nodes(found, basis[0] ** 2), eps)
+            values = values_at(self.function, found, eps)
             return apply_to_first(found, basis, values)[: len(nodes)]
 
         border = jnp.where(jnp.arange(len(nodes)) == run.last, edge, 0)

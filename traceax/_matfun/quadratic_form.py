@@ -248,7 +248,8 @@ def _sensitivity(
     error = 8 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
     moved = jnp.abs(values(nodes + error) - values(nodes))
     lead = compression.vectors[: len(measured)] * measured[:, None]
-    change = jnp.sum(moved * jnp.abs(lead) ** 2)
+    weights = jnp.sum(jnp.abs(lead) ** 2, axis=0)
+    change = jnp.sum(jnp.where(weights > 0, moved * weights, 0))
     return jnp.where(jnp.isfinite(change), change, 0)
 
 
