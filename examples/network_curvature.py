@@ -180,6 +180,7 @@ def rise(layer, bits, keys):
 
 
 figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
+print("rise found, over the one predicted, for 3, 4, 5 and 6 bits")
 for name in ("first, weight", "second, weight", "last, weight"):
     weights = layers[name](network)
     predicted, found = [], []
@@ -187,6 +188,8 @@ for name in ("first, weight", "second, weight", "last, weight"):
         _, step = rounded(weights, bits, jr.key(0))
         predicted.append(layers[name](traces.value) * step**2 / 24)
         found.append(rise(name, bits, jr.split(jr.key(2), 20)))
+    ratios = np.array(found) / np.array(predicted)
+    print(f"{name:16}", "".join(f"{ratio:8.2f}" for ratio in ratios))
     axis.loglog(predicted, found, "o-", label=name)
 ends = np.array(axis.get_xlim())
 axis.plot(ends, ends, "k", lw=0.8)
@@ -197,7 +200,8 @@ plt.show()
 
 # %% [markdown]
 # Few bits move the weights so far that the loss is no longer quadratic. From 5 bits on
-# the prediction is right to within a factor of two, over two orders of magnitude.
+# the ratios printed above are within a factor of two of one, over two orders of magnitude
+# of the rise.
 #
 # ## Which weights can be removed
 #

@@ -159,7 +159,7 @@ def frobenius_products(matrix, key, throw=True):
 def curved(make):
     def run(matrix, key, throw=True):
         operator = make(matrix, matrix[0])
-        estimator = tx.XTraceEstimator()
+        estimator = tx.HutchinsonEstimator()
         return arrays_of(tx.trace(operator, estimator, k=8, key=key, throw=throw))
 
     return run

@@ -1,5 +1,6 @@
 """Adaptive budgets at the edge: dtypes, ranks and scales, sizes, wrong arguments."""
 
+import functools as ft
 import math
 
 import jax
@@ -20,6 +21,7 @@ from .adaptive import (
     N,
     name,
     num_probes,
+    NYSTROMPP,
     PREDICTABLE,
     SLQ,
     STEPS,
@@ -85,6 +87,17 @@ def test_same_as_fixed_budget(estimator):
             assert np.allclose(one, other, rtol=0, atol=1e3 * eps * np.max(abs(other)))
 
 
+@ft.partial(jax.jit, static_argnums=(0, 2))
+def _probes_of(sampler, indices, dtype):
+    keys = jax.vmap(lambda index: jax.random.fold_in(KEY, index))(indices)
+    return jax.vmap(lambda key: sampler.sample(key, N, dtype))(keys)
+
+
+def probes_of(sampler, indices, dtype):
+    """Those of the key, as columns."""
+    return np.asarray(_probes_of(sampler, indices, dtype)).T
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", ["decay", "low"])
 def test_nystrompp_by_its_definition(dtype, kind):
@@ -99,13 +112,7 @@ def test_nystrompp_by_its_definition(dtype, kind):
     assert 0 < deflated < N // 2
     made = int(solution.stats["num_matvecs"])
 
-    @jax.jit
-    @jax.vmap
-    def probes_of(index):
-        key = jax.random.fold_in(KEY, index)
-        return sampler.sample(key, N, matrix.dtype)
-
-    probes = np.asarray(probes_of(np.arange(made)), np.complex128).T
+    probes = probes_of(sampler, np.arange(made), dtype).astype(np.complex128)
     basis, rest = probes[:, :deflated], probes[:, deflated:]
     core = np.linalg.pinv(basis.conj().T @ matrix @ basis, rcond=1e-10, hermitian=True)
     approximation = matrix @ basis @ core @ basis.conj().T @ matrix
@@ -118,8 +125,12 @@ def test_nystrompp_by_its_definition(dtype, kind):
     assert np.abs(solution.value - np.mean(expected)) <= tolerance
 
 
-@DTYPES
-@EVERY
+@pytest.mark.parametrize(
+    ("estimator", "dtype"),
+    [(each, np.complex64) for each in (HUTCHINSON, HUTCHPP, XTRACE, XNYS)]
+    + [(each, np.float32) for each in (NYSTROMPP, XTRACE)],
+    ids=lambda x: x.__name__ if isinstance(x, type) else name(x),
+)
 def test_zero_low_rank_and_scaled_operators(estimator, dtype):
     """The zero operator; one of low rank, whose trace is then known to rounding; and
     scales near the ends of float32: powers of two, so that nothing is rounded."""
@@ -157,33 +168,43 @@ def test_zero_low_rank_and_scaled_operators(estimator, dtype):
 
 @EVERY
 def test_budget_below_a_round(estimator):
-    """One round, as small as the budget."""
+    """One round, as small as the budget. The error is below 6 bars, but for 3% of keys at
+    three samples, and these are below three errors of six independent forms."""
     k = tx.Adaptive(rtol=0.5, max_k=6, min_samples=4)
     assert k.round_size == 6
     solution, _ = estimate(DECAY, estimator, k, gradient=False)
     assert num_probes(solution, estimator) == 6
     assert not succeeded(solution) or solution.std_err * 2 < 0.5 * solution.value
-    assert np.abs(solution.value - np.trace(DECAY)) < 4
-    assert solution.value > 0.5
+    assert np.abs(solution.value - np.trace(DECAY)) < 6 * solution.std_err
+    assert solution.std_err < 3 * (2 / 6) ** 0.5 * np.linalg.norm(DECAY)
+    if estimator is HUTCHINSON:
+        probes = probes_of(estimator.sampler, np.arange(6), np.float64)
+        forms = np.sum(probes * (DECAY @ probes), axis=0)
+        assert np.isclose(solution.value, np.mean(forms), rtol=1e-12)
+
+
+@jax.jit
+def by_one_round(matrix):
+    k, operator = tx.Adaptive(rtol=1e-9, max_k=32), matrix_free(matrix, PSD)
+    estimators = HUTCHINSON, XNYS, tx.AutoTraceEstimator()
+    found = [tx.trace(operator, each, k=k, throw=True) for each in estimators]
+    return found, trace(lx.MatrixLinearOperator(matrix, PSD), SLQ, k)
 
 
 @pytest.mark.parametrize("size", [1, 7])
 def test_no_larger_than_a_round_is_exact(size):
     matrix = DECAY[:size, :size]
-    k = tx.Adaptive(rtol=1e-9, max_k=32)
-    for estimator in (HUTCHINSON, XNYS, tx.AutoTraceEstimator()):
-        solution = tx.trace(matrix_free(matrix, PSD), estimator, k=k, throw=True)
+    found, of_function = by_one_round(matrix)
+    for solution in found:
         assert np.isclose(solution.value, np.trace(matrix), rtol=1e-12)
         assert solution.std_err == 0
         assert solution.stats["num_matvecs"] == size
         assert succeeded(solution)
-    solution = trace(lx.MatrixLinearOperator(matrix, PSD), SLQ, k)
     exact = np.sum(np.exp(-np.linalg.eigvalsh(matrix)))
-    assert np.isclose(solution.value, exact, rtol=1e-12)
+    assert np.isclose(of_function.value, exact, rtol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", [HUTCHINSON, HUTCHPP], ids=name)
-def test_pytree_operator(estimator):
+def test_pytree_operator():
     def mv(tree):
         flat = jax.numpy.concatenate([tree["a"].reshape(-1), tree["b"]])
         product = DECAY @ flat
@@ -192,8 +213,8 @@ def test_pytree_operator(estimator):
     shapes = {"a": (5, 6), "b": (10,)}
     structure = {x: jax.ShapeDtypeStruct(shape, float) for x, shape in shapes.items()}
     operator = lx.FunctionLinearOperator(mv, structure, PSD)
-    tree = trace(operator, estimator, budget(rtol=0.05))
-    flat = trace(matrix_free(DECAY, PSD), estimator, budget(rtol=0.05))
+    tree = trace(operator, HUTCHPP, budget(rtol=0.05))
+    flat = trace(matrix_free(DECAY, PSD), HUTCHPP, budget(rtol=0.05))
     assert np.isclose(tree.value, flat.value, rtol=1e-11)
     assert tree.stats["num_matvecs"] == flat.stats["num_matvecs"]
 
@@ -263,9 +284,9 @@ def test_missing_tag():
         ({"rtol": 0.1, "round_size": 2.5}, "`round_size` must be a Python integer"),
         ({"rtol": 0.1, "min_samples": 3}, "`min_samples` must be a Python integer, 4"),
         ({"rtol": 0.1, "min_samples": None}, "`min_samples` must be a Python integer"),
-        ({"rtol": 0.1, "confidence": 0.0}, "`confidence` must be between 0 and 1"),
-        ({"rtol": 0.1, "confidence": 1.0}, "`confidence` must be between 0 and 1"),
-        ({"rtol": 0.1, "confidence": 95}, "`confidence` must be between 0 and 1"),
+        ({"rtol": 0.1, "confidence": 0.0}, "`confidence` must be a known number"),
+        ({"rtol": 0.1, "confidence": 1.0}, "`confidence` must be a known number"),
+        ({"rtol": 0.1, "confidence": 95}, "`confidence` must be a known number"),
     ],
     ids=lambda x: (
         None if isinstance(x, dict) else x.split("`")[1] if "`" in x else "none"

@@ -148,9 +148,7 @@ def test_bad_norms(norm, message):
         tx.Adaptive(rtol=0.1, max_k=10, norm=norm)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "tags"), [(HUTCHINSON, ()), (XDIAG, ()), (AUTO, PSD)]
-)
+@pytest.mark.parametrize(("estimator", "tags"), [(HUTCHINSON, ()), (AUTO, PSD)])
 def test_resumed_run_is_one_longer_run(estimator, tags):
     operator = matrix_free(jnp.asarray(DECAY), tags)
     settings = {"key": KEYS[0], "throw": False}
@@ -171,12 +169,10 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
         tx.trace(operator, estimator, k=again, **settings)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "tags"), [(HUTCHINSON, ()), (XNYSDIAG, PSD), (AUTO, ())]
-)
-def test_budget_above_n_ends_exact(estimator, tags):
+@pytest.mark.parametrize("estimator", [HUTCHINSON, AUTO], ids=["signs", "Auto"])
+def test_budget_above_n_ends_exact(estimator):
     """Where the tolerance is out of reach, n products that were kept back."""
-    operator = matrix_free(jnp.asarray(FLAT), tags)
+    operator = matrix_free(jnp.asarray(FLAT))
     k = tx.Adaptive(rtol=1e-9, max_k=2 * N, round_size=8)
     solution = tx.diagonal(operator, estimator, k=k, key=KEYS[0])
     assert solution.result == tx.RESULTS.successful
@@ -185,7 +181,7 @@ def test_budget_above_n_ends_exact(estimator, tags):
     assert N <= solution.stats["num_matvecs"] <= 2 * N
 
 
-@pytest.mark.parametrize("max_k", [N, N + 8, 3 * N])
+@pytest.mark.parametrize("max_k", [N, N + 8])
 def test_default_stops_early_whatever_the_budget(max_k):
     """It takes the exact answer at once only where a round is enough for that."""
     operator = matrix_free(jnp.asarray(FLAT), PSD)
@@ -233,8 +229,9 @@ def test_memory_of_signs(gradient):
 def test_scale_does_not_matter(scale):
     """Squares of errors underflow or overflow; the tolerance is out of reach."""
     matrix = np.asarray(scale * FLAT, np.float32)
-    operator = matrix_free(jnp.asarray(matrix))
     k = tx.Adaptive(rtol=1e-6, max_k=48, round_size=16)
-    solution = tx.diagonal(operator, HUTCHINSON, k=k, key=KEYS[0], throw=False)
-    assert solution.result == tx.RESULTS.max_matvecs_reached
-    assert solution.stats["num_matvecs"] == 48
+    solution, _ = run(matrix, HUTCHINSON, KEYS[:1], (), k)
+    assert np.all(solution.result == tx.RESULTS.max_matvecs_reached)
+    assert solution.stats["num_matvecs"].tolist() == [48]
+    error = np.abs(solution.value[0] - np.diag(matrix)) / scale
+    assert np.max(error) < 8 * np.max(solution.std_err) / scale < 8

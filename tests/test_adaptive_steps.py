@@ -75,12 +75,11 @@ def test_half_the_bracket_is_a_share_of_the_error(name, tags, method, function):
 @pytest.mark.parametrize(
     ("dtype", "estimator"),
     [
-        (np.float32, tx.SLQEstimator()),
         (np.complex128, tx.SLQEstimator()),
         (np.float64, tx.SLQEstimator(krylov=tx.Lanczos(window=0))),
         (np.float64, tx.KrylovAwareEstimator(block=(2, 4))),
     ],
-    ids=["float32", "complex128", "window=0", "deflated"],
+    ids=["complex128", "window=0", "deflated"],
 )
 def test_value_is_that_of_as_many_steps(dtype, estimator):
     matrix = hermitian(1, SPECTRA["condition 1e3"], dtype)
@@ -97,7 +96,7 @@ def test_value_is_that_of_as_many_steps(dtype, estimator):
     (exact, _), exact_slope = slope(1.5, int(stats["num_steps"]))
     # Without reorthogonalisation rounding errors are amplified.
     plain = isinstance(estimator, tx.SLQEstimator) and estimator.krylov is not None
-    rtol = 1e-4 if dtype == np.float32 else 1e-5 if plain else 1e-9
+    rtol = 1e-5 if plain else 1e-9
     assert 4 < stats["num_steps"] < 40
     assert np.isclose(found, exact, rtol=rtol)
     assert np.isclose(found_slope, exact_slope, rtol=rtol)
@@ -169,8 +168,8 @@ def test_too_few_steps_for_the_tolerance_are_told():
 
 @pytest.mark.parametrize(
     ("block", "k"),
-    [((2, 4), 6), ((2, 16), 6), ((2, 16), tx.Adaptive(rtol=1e-3, max_k=40))],
-    ids=["few", "many", "adaptive"],
+    [((2, 4), 6), ((2, 16), tx.Adaptive(rtol=1e-3, max_k=40))],
+    ids=["few", "adaptive"],
 )
 def test_after_deflation(block, k):
     """Enough steps for the error of what is left. The bracket of what is deflated, which

@@ -216,8 +216,8 @@ def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
         return run(matrix, 1.0, KEY, tx.Adaptive(rtol=rtol, max_k=max_k, state=state))
 
     loose, small = solve(0.5, 16)
-    solution, rank = solve(1e-6, 80, loose.state)
-    _, alone = solve(1e-6, 80)
+    solution, rank = solve(1e-6, 64, loose.state)
+    _, alone = solve(1e-6, 64)
     assert rank == small < alone
     error = np.abs(solution.value - exact(matrix))
     assert error < 6 * solution.std_err

@@ -116,8 +116,9 @@ def of_all_data(make):
     return everything(over_all)
 
 
-@every_operator
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "at_once"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
+)
 def test_is_the_operator_of_all_data(make, at_once):
     """Matrix, trace of it, and first and second derivatives of the trace, in parameters
     and in data."""
@@ -163,7 +164,7 @@ def test_low_precision_is_summed_in_float32():
     assert (product.dtype, product) == (jnp.bfloat16, 1)
 
 
-@every_operator
+@pytest.mark.parametrize("make", [hessian, ggn])
 def test_memory_does_not_grow_with_the_number_of_batches(make):
     """Of a trace, and of its gradient in the parameters, beyond the data themselves."""
     w = eqx.filter(point(8, 64), eqx.is_array)

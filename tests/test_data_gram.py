@@ -114,10 +114,19 @@ def test_in_memory(dtype):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("part", [np.s_[:], np.s_[3:20, 4:24], np.s_[::2], np.s_[:, 1:2]])
+INSIDE = np.s_[3:20, 4:24]
+
+
+@pytest.mark.parametrize(
+    ("part", "by_columns"),
+    [
+        (INSIDE, False),
+        *((part, True) for part in (np.s_[:], INSIDE, np.s_[::2], np.s_[:, 1:2])),
+    ],
+)
 def test_file(tmp_path, part, by_columns):
-    """Any part of it whose rows (or columns) lie one after the other."""
+    """Any part of it whose rows (or columns) lie one after the other. Chunks are of rows
+    and of columns, so that files by rows are as those by columns."""
     turn = np.transpose if by_columns else np.asanyarray
     x = turn(turn(file(tmp_path, COUNTS, by_columns))[part])
     assert isinstance(x, np.memmap)
@@ -268,8 +277,9 @@ def test_derivatives_in_vectors(axis):
     close(hessian, 2 * matrix, 1e-12)
 
 
-@by_axis
-@pytest.mark.parametrize("standardise", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "standardise"), [(COLUMNS, False), (COLUMNS, True), (ROWS, True)]
+)
 def test_derivatives_in_the_matrix(axis, standardise):
     generator = np.random.default_rng(3)
     x, v = generator.random((N, M)), generator.random(N)
@@ -283,10 +293,10 @@ def test_derivatives_in_the_matrix(axis, standardise):
             x = (x - jnp.mean(x, axis=0)) / jnp.std(x, axis=0)
         return (v @ x) @ (v**2 @ x) / M
 
-    derivative = jax.jit(jax.grad(chunked))
-    close(derivative(x), jax.jit(jax.grad(plain))(x), 1e-10)
+    both = jax.jit(lambda x: (jax.grad(chunked)(x), jax.grad(plain)(x)))
+    close(*both(x), 1e-10)
     x[:, 5] = 2.0
-    assert np.all(np.isfinite(derivative(x)))
+    assert np.all(np.isfinite(both(x)[0]))
 
 
 def test_derivatives_in_scale_and_shift():
@@ -413,6 +423,16 @@ def test_short_file(tmp_path):
     message += ". Found its end within columns 16 to 23: it is shorter"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(operator.mv(np.ones(N, np.float32)))
+
+
+def test_new_axis_of_a_file(tmp_path):
+    """NumPy says that it has no stride."""
+    column = np.arange(10, dtype=np.float32)
+    column.tofile(tmp_path / "column")
+    x = np.memmap(tmp_path / "column", np.float32, "r")
+    for part in (x[:, None], x[4:, None]):
+        found = tx.data_gram(part).mv(jnp.ones(len(part), np.float32))
+        assert np.allclose(found, np.asarray(part)[:, 0] * np.sum(part))
 
 
 def test_other_mistakes(tmp_path):

@@ -127,6 +127,10 @@ def z_scores(samples, exact):
     return distance / np.where(spread > 0, spread, 1)
 
 
+def rms(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
 def matrices_for(case, dtype):
     """Auto, which decides by the data, is unbiased where the decision is clear."""
     flat, decaying = (hermitian(1, x, dtype) for x in (INDEX / N + 1, 0.5**INDEX))
@@ -223,7 +227,8 @@ def test_scales(case):
     ids=lambda x: str(x) if isinstance(x, Case) else x.__name__,
 )
 def test_dtypes(case, dtype):
-    """No entry is more than 6 of its error bars off."""
+    """No entry is more than 8 of its error bars off, and these are no larger in the mean
+    of squares than three errors and what is rounded: two units of the matrix's norm."""
     wide = np.complex128 if dtype == jnp.complex64 else np.float64
     stack = jnp.asarray(np.stack(matrices_for(case, wide)), dtype)
     which = jnp.asarray(np.repeat([0, 1], 20))
@@ -231,12 +236,16 @@ def test_dtypes(case, dtype):
     value, std_err, stats = diagonals_of_matrices(
         stack, which, case.estimator, keys, k=16, tags=case.tags
     )
+    rounding = float(jnp.finfo(dtype).eps)
     dtype = jnp.promote_types(dtype, jnp.float32)
     assert value.dtype == dtype
     assert std_err.dtype == jnp.finfo(dtype).dtype
     exact = np.diagonal(np.asarray(stack).astype(wide), axis1=1, axis2=2)[which]
-    error = np.abs(np.asarray(value) - exact)
-    assert np.all(error <= 8 * np.asarray(std_err))
+    error, std_err = np.abs(np.asarray(value) - exact), np.asarray(std_err)
+    assert np.all(error <= 8 * std_err)
+    for i in range(2):
+        floor = 2 * rounding * np.linalg.norm(np.asarray(stack[i]).astype(wide), 2)
+        assert rms(std_err[which == i]) <= 3 * rms(error[which == i]) + floor
     assert np.all(stats["num_samples"] >= 5)
 
 
@@ -249,7 +258,7 @@ def curved(tree):
     return sum(terms) + jnp.sum(tree["a"]) * tree["b"][1] * 0.1
 
 
-@pytest.mark.parametrize("case", [HUTCHINSON, XDIAG, DIAGPP, AUTO], ids=str)
+@pytest.mark.parametrize("case", [HUTCHINSON, AUTO], ids=str)
 def test_trees(case):
     """Value and error bar have the structure of the operator, in one dtype."""
     operator = tx.hessian(curved, TREE)
@@ -260,12 +269,14 @@ def test_trees(case):
         assert shapes == jax.tree.map(jnp.shape, TREE)
         assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype(float)}
     assert "samples" not in solution.stats
-    expected = {HUTCHINSON: [12], XDIAG: [6], DIAGPP: [4], AUTO: [6, 12]}[case]
-    assert solution.stats["num_samples"] in expected
+    assert solution.stats["num_samples"] in ([12] if case is HUTCHINSON else [6, 12])
     parts = map(jax.tree.leaves, (solution.value, solution.std_err, TREE))
     for value, std_err, x in zip(*parts, strict=True):
         assert np.all(np.abs(value - np.cosh(x)) <= 8 * std_err + 1e-6)
-    exact = tx.diagonal(operator, case.estimator, k=14)
+
+
+def test_exact_on_trees():
+    exact = tx.diagonal(tx.hessian(curved, TREE), XDIAG.estimator, k=14)
     for value, x in zip(*map(jax.tree.leaves, (exact.value, TREE)), strict=True):
         assert np.allclose(value, np.cosh(x), rtol=1e-6)
         assert value.shape == x.shape
@@ -274,14 +285,22 @@ def test_trees(case):
 # --- exact answers, small budgets ---
 
 
-@every_case
-def test_exact_where_the_budget_allows(case):
+@eqx.filter_jit
+def exactly(matrices):
+    """By every case, in one program."""
+    return [
+        tx.diagonal(matrix_free(matrix, case.tags), case.estimator, k=N)
+        for case, matrix in zip(CASES, matrices, strict=True)
+    ]
+
+
+def test_exact_where_the_budget_allows():
     """With n products, without a key; none where lineax knows the diagonal."""
-    matrix = jnp.asarray(matrices_for(case, np.float64)[1])
-    solution = tx.diagonal(matrix_free(matrix, case.tags), case.estimator, k=N)
-    assert np.allclose(solution.value, np.diag(matrix), atol=1e-15)
-    assert np.all(solution.std_err == 0)
-    assert solution.stats["num_matvecs"] == N
+    matrices = [matrices_for(case, np.float64)[1] for case in CASES]
+    for matrix, solution in zip(matrices, exactly(matrices), strict=True):
+        assert np.allclose(solution.value, np.diag(matrix), atol=1e-15)
+        assert np.all(solution.std_err == 0)
+        assert solution.stats["num_matvecs"] == N
 
 
 @pytest.mark.parametrize(
@@ -313,19 +332,21 @@ def test_one_sample_has_no_error_bar(case, k):
     solution = tx.diagonal(operator, case.estimator, k=k, key=KEYS[0])
     assert np.all(np.isfinite(solution.value))
     assert solution.stats["num_matvecs"] == k
-    if solution.stats["num_samples"] == 1:
-        assert np.all(np.isinf(solution.std_err))
+    assert solution.stats["num_samples"] == 1
+    assert np.all(np.isinf(solution.std_err))
 
 
-@every_case
+@pytest.mark.parametrize("case", [XDIAG, DIAGPP, AUTO, XTRACE, XNYSTRACE], ids=str)
 def test_few_products(case):
-    """An odd number, of which some leave one out."""
-    stack = jnp.asarray(np.stack(matrices_for(case, np.float64)))
-    which = jnp.asarray([0, 1])
+    """An odd number, of which some leave one out. Unbiased: 240 z-scores over 100 keys,
+    one of them above 5.5 with a chance below 1e-3."""
+    matrices = matrices_for(case, np.float64)
+    which, keys = jnp.asarray(np.repeat([0, 1], 100)), jnp.tile(KEYS[:100], 2)
     value, _, stats = diagonals_of_matrices(
-        stack, which, case.estimator, KEYS[:2], k=3, tags=case.tags
+        jnp.asarray(np.stack(matrices)), which, case.estimator, keys, k=3, tags=case.tags
     )
-    assert np.all(np.isfinite(value))
+    for samples, matrix in zip(np.split(np.asarray(value), 2), matrices, strict=True):
+        assert np.max(z_scores(samples, np.diag(matrix))) < 5.5
     assert np.all(stats["num_matvecs"] <= 3)
 
 
@@ -344,7 +365,7 @@ def together(stack, estimator, keys, tags):
     return jax.vmap(every_key)(stack)
 
 
-@pytest.mark.parametrize("case", [HUTCHINSON, XDIAG, AUTO, AUTO_TAGGED], ids=str)
+@pytest.mark.parametrize("case", [HUTCHINSON, AUTO, AUTO_TAGGED], ids=str)
 def test_vmap_over_operators_and_keys(case):
     matrices = matrices_for(case, np.float64)
     bad = matrices[0].copy()
@@ -457,24 +478,33 @@ def test_jacobi_preconditioner():
     matrix = jnp.asarray(roots[:, None] * hermitian(0, np.linspace(1, 2, n)) * roots)
     structure = {"a": jnp.zeros((2, 10)), "b": jnp.zeros(40)}
     flat, unravel = jax.flatten_util.ravel_pytree(structure)
-
-    def product(tree):
-        return unravel(matrix @ jax.flatten_util.ravel_pytree(tree)[0])
-
     shapes = jax.eval_shape(lambda: structure)
-    tree = lx.FunctionLinearOperator(product, shapes, PSD)
     solver = lx.CG(rtol=1e-8, atol=1e-8, max_steps=2000)
-    for operator, ones in (
-        (matrix_free(matrix, PSD), flat + 1),
-        (tree, unravel(flat + 1)),
-    ):
-        plain = lx.linear_solve(operator, ones, solver)
-        inverse = tx.jacobi_preconditioner(operator, k=12, key=KEYS[0])
-        assert lx.is_positive_semidefinite(inverse)
-        options = {"preconditioner": inverse}
-        better = lx.linear_solve(operator, ones, solver, options=options)
-        assert better.stats["num_steps"] <= plain.stats["num_steps"] / 2
-        for x, y in zip(*map(jax.tree.leaves, (plain.value, better.value)), strict=True):
+
+    @eqx.filter_jit
+    def solve(matrix):
+        """Without and with a preconditioner, on an array and on a tree."""
+
+        def product(tree):
+            return unravel(matrix @ jax.flatten_util.ravel_pytree(tree)[0])
+
+        found = []
+        tree = lx.FunctionLinearOperator(product, shapes, PSD)
+        for operator, ones in (
+            (matrix_free(matrix, PSD), flat + 1),
+            (tree, unravel(flat + 1)),
+        ):
+            plain = lx.linear_solve(operator, ones, solver)
+            inverse = tx.jacobi_preconditioner(operator, k=12, key=KEYS[0])
+            assert lx.is_positive_semidefinite(inverse)
+            options = {"preconditioner": inverse}
+            better = lx.linear_solve(operator, ones, solver, options=options)
+            found.append([(x.value, x.stats["num_steps"]) for x in (plain, better)])
+        return found
+
+    for (plain, steps), (better, fewer) in solve(matrix):
+        assert fewer <= steps / 2
+        for x, y in zip(*map(jax.tree.leaves, (plain, better)), strict=True):
             assert np.allclose(x, y, rtol=1e-4, atol=1e-6)
 
 

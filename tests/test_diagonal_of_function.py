@@ -175,7 +175,8 @@ def test_outside_of_the_domain_for_few_probes():
 
 
 def test_ill_conditioned_in_float32():
-    """Errors of rounding are in the interval, or the call is flagged."""
+    """Errors of rounding are in the interval, or the call is flagged, as it is not for a
+    condition number of 1e3."""
     for smallest in (1e-3, 1e-5, 1e-8):
         spectrum = np.geomspace(smallest, 1, N)
         matrix = hermitian(3, spectrum, np.float32)
@@ -183,7 +184,9 @@ def test_ill_conditioned_in_float32():
         found = diagonal(matrix, tx.Inverse(), KEY, num_steps=N)
         low, high = found.interval()
         inside = np.mean((low <= exact) & (exact <= high))
-        assert inside > 0.9 or found.result != tx.RESULTS.successful
+        flagged = bool(found.result != tx.RESULTS.successful)
+        assert inside > 0.9 or flagged
+        assert not (flagged and smallest == 1e-3)
 
 
 @jax.jit

@@ -133,6 +133,15 @@ def flat_of(tree):
     return jax.flatten_util.ravel_pytree(tree)[0]
 
 
+def test_constant_components():
+    """Of which JAX's derivatives make no arrays."""
+    point = {"x": jnp.ones(3), "t": jnp.zeros(())}
+    field = lambda z: {"x": jnp.sin(z["x"]), "t": 1.0}  # noqa: E731
+    value, solution = tx.divergence(field, point)
+    assert value["t"] == 1
+    assert np.allclose(solution.value, 3 * np.cos(1))
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match=r"`x` must be .* Found leaves of \['int"):
         tx.divergence(lambda x: x, jnp.arange(3))

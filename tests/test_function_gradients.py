@@ -147,9 +147,14 @@ def test_derivative_of_the_form_of_singular_values(dtype):
     assert np.isclose(compiled(norm_along, matrix, direction, KEY, WHOLE), exact)
 
 
-def along_keys(key, *arguments):
-    matrix, direction, *rest = arguments
-    return slope_along(matrix, direction, key, *rest)
+def along_keys(key, matrix, direction, function, columns, tags, krylov):
+    """By each of several numbers of columns, in one program."""
+    gradients = [tx.LanczosGradient(columns=each) for each in columns]
+    settings = tags, krylov
+    return [
+        slope_along(matrix, direction, key, function, each, *settings)
+        for each in gradients
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,14 +170,11 @@ def test_unbiased_with_any_number_of_columns(dtype, krylov):
     outer = np.sqrt(values) * DIRECTION[0] * np.sqrt(values)[:, None]
     direction = vectors @ (outer + outer.T + np.diag(values)) @ vectors.T
     exact = np.sum(np.einsum("ji,jk,ki->i", vectors, direction, vectors) / eigenvalues)
-    direction, spreads = direction.astype(dtype), []
-    for columns in (1, 4, N):
-        gradient = tx.LanczosGradient(columns=columns)
-        arguments = matrix, direction, tx.Log(), gradient, tags, krylov
-        found = np.asarray(over_keys(along_keys, *arguments))
+    arguments = matrix, direction.astype(dtype), tx.Log(), (1, 4, N), tags, krylov
+    slopes = over_keys(along_keys, *arguments)
+    for found in slopes:
         assert z_score(found, exact) < 4
-        spreads.append(np.std(found))
-    one, four, whole = spreads
+    one, four, whole = map(np.std, slopes)
     assert four < 0.8 * one
     assert abs(four / whole - 1) < 0.02
 
@@ -191,10 +193,11 @@ def test_derivative_in_a_parameter_of_the_derivative():
     assert np.isclose(both(-0.7)[1], difference, rtol=1e-6, atol=0)
 
 
-def preconditioned_slope(key, theta, square, rank, columns):
-    """In the length scale and the noise of a kernel matrix."""
+def preconditioned_slopes(key, theta, square, rank, columns):
+    """In the length scale and the noise of a kernel matrix, by each of several numbers of
+    columns."""
 
-    def value(theta):
+    def value(theta, columns):
         kernel = jnp.exp(-square / (2 * theta[0] ** 2)) + theta[1] * jnp.eye(len(square))
         operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
         preconditioner = tx.nystrom_preconditioner(
@@ -204,7 +207,7 @@ def preconditioned_slope(key, theta, square, rank, columns):
         settings |= {"k": 2, "num_steps": 20, "preconditioner": preconditioner}
         return tx.logdet(operator, key=key, **settings).value
 
-    return jax.grad(value)(theta)
+    return [jax.grad(value)(theta, each) for each in columns]
 
 
 @pytest.mark.parametrize(("rank", "factor"), [(4, 0.75), (25, 1.05)])
@@ -217,10 +220,8 @@ def test_variance_with_a_preconditioner(rank, factor):
     smooth = np.exp(-square / (2 * theta[0] ** 2))
     inverse = np.linalg.inv(smooth + theta[1] * np.eye(60))
     exact = np.sum(inverse * smooth * square) / theta[0] ** 3, np.trace(inverse)
-    one, four = (
-        np.asarray(over_keys(preconditioned_slope, theta, square, rank, columns))
-        for columns in (1, 4)
-    )
+    slopes = over_keys(preconditioned_slopes, theta, square, rank, (1, 4))
+    one, four = map(np.asarray, slopes)
     for i in range(2):
         assert z_score(four[:, i], exact[i]) < 4
     assert np.std(four[:, 0]) < factor * np.std(one[:, 0])

@@ -63,9 +63,11 @@ def applied(matrix, along, function, vector, t, num_steps=20):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, np.float64) for name in FUNCTIONS),
-        *((name, np.complex128) for name in ("log", "callable")),
-        *((name, np.float32) for name in ("exp", "inverse")),
+        ("exp", np.float32),
+        ("exp", np.float64),
+        ("log", np.complex128),
+        ("inverse", np.float64),
+        ("callable", np.complex128),
     ],
 )
 def test_derivative_in_the_operator(name, dtype):
@@ -75,13 +77,13 @@ def test_derivative_in_the_operator(name, dtype):
     exact = exact_derivative(name, matrix, along) @ v
 
     @jax.jit
-    def both(matrix):
+    def both(matrix, along, u, v):
         mv = lambda t: applied(matrix, along, FUNCTIONS[name][0], v, t)  # noqa: E731
         zero = jnp.zeros((), matrix.real.dtype)
         _, tangent = jax.jvp(mv, (zero,), (jnp.ones_like(zero),))
         return tangent, jax.grad(lambda t: jnp.vdot(u, mv(t)).real)(zero)
 
-    tangent, slope = both(matrix)
+    tangent, slope = both(matrix, along, u, v)
     size = np.linalg.norm(exact)
     rtol = 1e-3 if dtype == np.float32 else 1e-6
     assert np.linalg.norm(tangent - exact) < rtol * size
@@ -139,19 +141,19 @@ def test_diagonal_of_a_function():
     assert abs(np.mean(estimates) - exact) < 4 * np.std(estimates) / 200**0.5
 
 
-@pytest.mark.parametrize("spectrum", [np.ones(N), np.zeros(N)], ids=["ones", "zeros"])
-def test_breakdown_and_zero_vector(spectrum):
+@jax.jit
+def tangent(matrix, along, v):
+    mv = lambda t: applied(matrix, along, tx.Exp(), v, t, 8)  # noqa: E731
+    return jax.jvp(mv, (0.0,), (1.0,))[1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_breakdown_and_zero_vector(scale):
     """Where Lanczos ends early: the derivative of `exp(A) v` at c I is `exp(c) dA v`."""
-    matrix, along = np.diag(spectrum), direction(np.float64)
+    matrix, along = scale * np.eye(N), direction(np.float64)
     _, v = vectors(np.float64)
-
-    @jax.jit
-    def tangent(v):
-        mv = lambda t: applied(matrix, along, tx.Exp(), v, t, 8)  # noqa: E731
-        return jax.jvp(mv, (0.0,), (1.0,))[1]
-
-    assert np.allclose(tangent(v), np.exp(spectrum[0]) * along @ v, rtol=1e-8)
-    assert np.all(tangent(0 * v) == 0)
+    assert np.allclose(tangent(matrix, along, v), np.exp(scale) * along @ v, rtol=1e-8)
+    assert np.all(tangent(matrix, along, 0 * v) == 0)
 
 
 def test_second_and_mixed_derivatives_are_refused():

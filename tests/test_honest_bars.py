@@ -20,7 +20,7 @@ from traceax._kernel.dense import thin_svd
 from traceax._kernel.leave_one_out import leave_one_out
 from traceax._moments import Moments
 
-from .helpers import hermitian, PSD, traces_of_matrix
+from .helpers import diagonals_of_matrices, hermitian, PSD, traces_of_matrix
 
 
 FALSE_ALARM = 1e-5
@@ -40,6 +40,10 @@ def errors_and_bars(matrix, estimator, k, num_keys, tags=()):
 def assert_covers(errors, widths, probability):
     covered = np.sum(np.abs(errors) <= widths)
     assert covered >= stats.binom.ppf(FALSE_ALARM, len(errors), probability)
+
+
+def rms(x):
+    return np.sqrt(np.mean(np.square(x)))
 
 
 # Rounding.
@@ -64,9 +68,15 @@ ROUNDS = tx.Adaptive(atol=0.1, max_k=32, round_size=8)
 
 
 @pytest.mark.parametrize(
-    ("k", "dtype"), [(24, np.float32), (24, np.float64), (ROUNDS, np.float32)]
+    ("cls", "k", "dtype"),
+    [
+        (tx.HutchPlusPlusEstimator, 24, np.float32),
+        (tx.HutchPlusPlusEstimator, ROUNDS, np.float32),
+        (tx.XTraceEstimator, 24, np.float32),
+        (tx.XTraceEstimator, 24, np.float64),
+        (tx.XTraceEstimator, ROUNDS, np.float32),
+    ],
 )
-@pytest.mark.parametrize("cls", [tx.HutchPlusPlusEstimator, tx.XTraceEstimator])
 def test_rounding_where_the_trace_cancels(cls, k, dtype):
     """The trace is zero and a sketch wider than the rank exact, so that all error is
     rounding. It is covered, by bars that are of its size."""
@@ -76,16 +86,27 @@ def test_rounding_where_the_trace_cancels(cls, k, dtype):
         assert np.max(bars) < 1e3 * np.finfo(dtype).eps * np.linalg.norm(matrix)
 
 
-@pytest.mark.parametrize("k", [16, ROUNDS])
+ONE_ROUND = tx.Adaptive(atol=0.1, max_k=16, round_size=16)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "k"),
+    [
+        (tx.HutchinsonEstimator(), 16),
+        (tx.HutchinsonEstimator(), ROUNDS),
+        (tx.HutchPlusPlusEstimator(tx.RademacherSampler()), ONE_ROUND),
+    ],
+    ids=["fixed", "rounds", "one round of Hutch++"],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_where_all_samples_are_equal(k, dtype):
+def test_rounding_where_all_samples_are_equal(estimator, k, dtype):
     """With random signs, diagonal matrices leave no sampling error. What rounding leaves
-    of terms that cancel is covered, at any scale."""
+    of terms that cancel is covered, at any scale; by Hutch++ too, where it has no round
+    to sketch in."""
     entries = np.random.default_rng(0).standard_normal(N)
     for scale in (1e-15, 1, 1e15):
         row = scale * np.concatenate([entries, -entries[::-1]])
         row = np.asarray(row * (1 + np.arange(2 * N) / 1e6), dtype)
-        estimator = tx.HutchinsonEstimator()
         errors, bars, widths = errors_and_bars(np.diag(row), estimator, k, 100)
         assert_covers(errors, widths, 0.95)
         assert np.max(bars) < 1e2 * np.finfo(dtype).eps * np.linalg.norm(row)
@@ -134,17 +155,30 @@ def test_sketch_one_probe_wider_than_the_rank(dtype):
     assert_covers(errors, widths, 0.95)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_xnystrace_wider_than_the_rank(dtype):
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(6, np.float32), (7, np.float32), (6, np.float64)]
+)
+def test_xnystrace_wider_than_the_rank(k, dtype):
     """One or two probes wider than rank 5: exact but for what rounding becomes where the
     others are nearly dependent, and so are nearly all bars."""
     matrix, estimator = hermitian(3, RANK_FIVE, dtype), tx.XNysTraceEstimator()
-    for k in (6, 7):
-        errors, bars, widths = errors_and_bars(matrix, estimator, k, 400, PSD)
-        assert_covers(errors, widths, 0.95)
-        eps = float(np.finfo(dtype).eps)
-        assert np.median(np.abs(errors)) < 1e4 * eps
-        assert np.median(bars) < 3e4 * eps
+    errors, bars, widths = errors_and_bars(matrix, estimator, k, 400, PSD)
+    assert_covers(errors, widths, 0.95)
+    eps = float(np.finfo(dtype).eps)
+    assert np.median(np.abs(errors)) < 1e4 * eps
+    assert np.median(bars) < 3e4 * eps
+
+
+@pytest.mark.parametrize("cls", [tx.XNysTraceEstimator, tx.XNysDiagEstimator])
+def test_diagonal_one_probe_wider_than_the_rank(cls):
+    """The same for all entries of the diagonal."""
+    matrix, keys = hermitian(3, RANK_FIVE), jr.split(jr.key(20261121), 100)
+    args = matrix[None], np.zeros(100, int), cls(), keys
+    values, bars = map(np.asarray, diagonals_of_matrices(*args, k=6)[:2])
+    eps = float(np.finfo(float).eps)
+    errors = np.abs(values - np.diagonal(matrix))
+    assert np.median(np.max(errors, axis=1)) < 1e4 * eps
+    assert np.median(np.max(bars, axis=1)) < 3e4 * eps
 
 
 @jax.jit
@@ -173,10 +207,12 @@ def test_essential_columns(dtype, decay):
     ("cls", "k", "tags"), [(tx.XTraceEstimator, 10, ()), (tx.XNysTraceEstimator, 5, PSD)]
 )
 def test_as_many_probes_as_the_rank(cls, k, tags):
-    """Five samples, each of which misses one eigenvalue, the same part of it."""
+    """Five samples, each of which misses one eigenvalue, the same part of it. The root
+    mean square of bars is 2.15 times that of errors, with a spread of 0.03 over keys."""
     matrix = hermitian(3, RANK_FIVE, np.float32)
-    errors, _, widths = errors_and_bars(matrix, cls(), k, 4000, tags)
+    errors, bars, widths = errors_and_bars(matrix, cls(), k, 4000, tags)
     assert_covers(errors, widths, 0.915)
+    assert rms(bars) < 2.5 * rms(errors)
 
 
 # Small rounds.
@@ -197,17 +233,19 @@ def test_small_rounds(round_size):
 @pytest.mark.parametrize("round_size", [2, 4])
 def test_equal_samples_are_no_reason_to_stop(round_size):
     """A sample of this one is 20 or -20 beside the trace: four in a row are equal for one
-    key of eight, eight for one of 128."""
+    key of eight, eight for one of 128. The root mean square of bars is about that of
+    errors, with a spread of 0.1 over keys."""
     matrix = jnp.eye(50).at[0, 1].set(10.0).at[1, 0].set(10.0)
     k = tx.Adaptive(rtol=0.1, max_k=48, round_size=round_size, min_samples=4)
-    errors, _, widths = errors_and_bars(matrix, tx.HutchinsonEstimator(), k, 500)
+    errors, bars, widths = errors_and_bars(matrix, tx.HutchinsonEstimator(), k, 500)
     assert_covers(errors, widths, 0.95)
+    assert rms(bars) < 2 * rms(errors)
 
 
 # Few samples.
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 6, 8, 10])
+@pytest.mark.parametrize("m", [2, 3, 6, 10])
 def test_few_samples_of_one_large_eigenvalue(m):
     """A quadratic form of rank one, chi-squared of one degree of freedom: the most skewed
     there is."""

@@ -136,6 +136,8 @@ def test_not_an_operator(operator, parts):
         (True, TypeError, ["integer", "Found True of type bool"]),
         ("4", TypeError, ["integer", "Found '4' of type str"]),
         (None, TypeError, ["integer", "Found None"]),
+        (np.array(4.5), TypeError, ["integer", "Found array(4.5)"]),
+        (np.array([4, 5]), TypeError, ["integer", "Found array([4, 5])"]),
     ],
 )
 def test_budget(k, exception, parts):
@@ -420,3 +422,64 @@ def test_complex_inside_of_a_real_operator():
     out = lx.FunctionLinearOperator(lambda v: v.imag, wide)
     diagonal = lx.DiagonalLinearOperator(jnp.arange(3.0) + 0j)
     assert tx.trace(out @ (diagonal * 1j) @ into, k=3).value == 3
+
+
+def test_quantity_that_rounds_do_not_keep():
+    """The message says that a fixed budget would do."""
+    for estimator in (tx.HutchPlusPlusEstimator(), tx.NystromPlusPlusEstimator()):
+        settings = {"key": KEY, "k": tx.Adaptive(rtol=0.1, max_k=10, round_size=6)}
+        parts = [estimator.name, "LeafTraces", "only with a number `k`"]
+        call = lambda: tx.leaf_traces(TAGGED, estimator, **settings)  # noqa: B023, E731
+        check(ValueError, parts, call)
+
+
+def test_confidence_is_a_known_number():
+    adaptive = lambda x: tx.Adaptive(rtol=0.1, max_k=8, confidence=x)  # noqa: E731
+    assert adaptive(np.array(0.9)).confidence == 0.9
+    for wrong in (np.array([0.9]), "0.9"):
+        check(TypeError, ["`confidence`"], lambda: adaptive(wrong))  # noqa: B023
+    for wrong in (1.0, -0.1):
+        check(ValueError, ["`confidence`", "0 and 1"], lambda: adaptive(wrong))  # noqa: B023
+    traced = lambda x: adaptive(x).rtol  # noqa: E731
+    check(ValueError, ["`confidence`", "known"], lambda: jax.jit(traced)(0.9))
+
+
+def test_functions_of_singular_values_are_refused():
+    """Where they would be taken for functions of eigenvalues."""
+
+    class Cube(tx.AbstractSpectralFunction):
+        semidefinite_domain: ClassVar[bool] = False
+        singular_at_zero: ClassVar[bool] = False
+        bracketed: ClassVar[bool] = False
+        nonnegative: ClassVar[bool] = True
+        of_singular_values: ClassVar[bool] = True
+
+        def __call__(self, x):
+            return x**3
+
+        def derivative(self, x):
+            return 3 * x**2
+
+    parts = ["`function`", "`Cube`", "of singular values"]
+    check(ValueError, parts, lambda: tx.function_of(TAGGED, Cube(), 4))
+    call = lambda: tx.diagonal_of_function(TAGGED, Cube(), k=4, key=KEY)  # noqa: E731
+    check(ValueError, parts, call)
+
+
+def test_curvature_of_models_without_real_parameters():
+    """Activations are leaves of models, too."""
+    model = eqx.nn.MLP(2, 2, 4, 1, dtype=jnp.complex64, key=KEY)
+    loss = lambda model: jnp.sum(jnp.abs(model.layers[0].weight))  # noqa: E731
+    check(TypeError, ["`x`", "complex64"], lambda: tx.hessian(loss, model))
+
+
+def test_a_run_goes_on_with_no_smaller_budget():
+    """Of the default two-norm of several entries no buffer tells, which has room for
+    those that there are."""
+    settings = {"key": KEY, "throw": False}
+    adaptive = lambda **more: tx.Adaptive(rtol=1e-9, round_size=2, **more)  # noqa: E731
+    first = tx.row_norms(TAGGED, k=adaptive(max_k=8), **settings)
+    call = lambda: tx.row_norms(  # noqa: E731
+        TAGGED, k=adaptive(max_k=4, state=first.state), **settings
+    )
+    check(ValueError, ["`max_k`", "Found 4 for 8"], call)

@@ -17,9 +17,8 @@ FILES = {
 LEVELS = [
     "_quantiles",
     "_solution _moments _flat _devices _threefry *.__init__",
-    "_checks _quantity _storage",
+    "_checks _quantity _storage _kernel.dense",
     "_adaptive",
-    "_kernel.dense",
     "_kernel.lanczos _kernel.small_matrix _kernel.growth _kernel.leave_one_out",
     "_sampler _kernel.expansion _kernel.[!tx]* _operator.* _matfun.functions",
     "_execution _kernel.* _matfun.callables _matfun.singular_functions",

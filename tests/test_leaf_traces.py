@@ -27,8 +27,6 @@ CASES = [
     (tx.NystromPlusPlusEstimator(), PSD),
     (tx.XNysTraceEstimator(), PSD),
     (tx.XNysDiagEstimator(), PSD),
-    (tx.AutoTraceEstimator(), ()),
-    (tx.AutoTraceEstimator(), PSD),
     (tx.AutoDiagonalEstimator(), ()),
 ]
 every_case = pytest.mark.parametrize(
@@ -85,8 +83,9 @@ def both(matrices, which, keys, estimator, tags, weights):
 @every_case
 def test_traces_of_leaves(estimator, tags):
     """400 keys and two matrices: they sum to `traceax.trace`; each interval covers 93%
-    but for chance (1e-5 each, of 6 for each estimator); the gradient is right in the
-    mean (1e-5 for each estimator)."""
+    but for chance (1e-5 each, of 6 for each estimator), with bars of less than three
+    times the errors (2.4 at most, with a spread of 0.1 over keys); the gradient is right
+    in the mean (1e-5 for each estimator)."""
     weights = np.array([1.0, -2.0, 3.0])
     which = np.repeat([0, 1], NUM_KEYS)
     args = jnp.asarray(which), jnp.tile(KEYS, 2), estimator, tags, weights
@@ -99,9 +98,12 @@ def test_traces_of_leaves(estimator, tags):
         expected[part] = weight
     for i, matrix in enumerate(matrices()):
         mine = which == i
-        covered = np.abs(values[mine] - exact(matrix)) <= (quantile * std_errs)[mine]
+        errors = np.abs(values[mine] - exact(matrix))
+        covered = errors <= (quantile * std_errs)[mine]
         least = stats.binom.ppf(1e-5, NUM_KEYS, 0.93)
         assert np.all(np.sum(covered, axis=0) >= least)
+        error, bar = (np.sqrt(np.mean(x**2, axis=0)) for x in (errors, std_errs[mine]))
+        assert np.all(bar < 3 * error)
         spread = np.std(slopes[mine], axis=0, ddof=1) / NUM_KEYS**0.5
         distance = np.abs(np.mean(slopes[mine], axis=0) - np.diag(expected))
         assert np.all(distance <= 5.5 * spread + 1e-12)

@@ -101,14 +101,14 @@ def check(call, matrix, *sizes, values=(), rtol=1e-13, bitwise=False, blocks=())
 def test_hutchinson():
     """Whole, and in blocks on each device."""
     call, blocks = trace(tx.HutchinsonEstimator()), [(2, 1), (2, 3)]
-    check(call, positive_definite(N), 1, 2, 4, 8, bitwise=True, blocks=blocks)
+    check(call, positive_definite(N), 1, 4, 8, bitwise=True, blocks=blocks)
 
 
-@pytest.mark.parametrize(("k", "sizes"), [(1, (2, 8)), (3, (8,))])
-def test_fewer_probes_than_devices(k, sizes):
+@pytest.mark.parametrize("k", [1, 3])
+def test_fewer_probes_than_devices(k):
     # One probe on a device: its product is another routine of XLA than that of several.
     call = trace(tx.HutchinsonEstimator(), k)
-    check(call, positive_definite(N), *sizes, bitwise=k == 1)
+    check(call, positive_definite(N), 8, bitwise=k == 1)
 
 
 def test_complex_single_precision():
@@ -120,9 +120,8 @@ def test_complex_sketch():
     check(trace(tx.XTraceEstimator()), positive_definite(N, jnp.complex128), 8)
 
 
-@pytest.mark.parametrize("estimator", [tx.ExactTraceEstimator(), tx.AutoTraceEstimator()])
-def test_exact(estimator):
-    check(trace(estimator, N, matrix_free, ()), general(N), 2, 8)
+def test_exact():
+    check(trace(tx.ExactTraceEstimator(), N, matrix_free, ()), general(N), 8)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +129,9 @@ def test_exact(estimator):
     [
         (tx.HutchPlusPlusEstimator(), K, PSD, 8, ()),
         (tx.NystromPlusPlusEstimator(), K, PSD, 4, ()),
-        (tx.XTraceEstimator(), K, PSD, 2, (8,)),
-        (tx.XNysTraceEstimator(), K, PSD, 4, (1,)),
+        (tx.XTraceEstimator(), K, (), 2, (8,)),
+        (tx.XNysTraceEstimator(), K, PSD, 4, ()),
         (tx.XNysTraceEstimator(), 3, PSD, 8, ()),
-        (tx.AutoTraceEstimator(), K, PSD, 4, ()),
-        (tx.AutoTraceEstimator(), K, (), 2, ()),
     ],
 )
 def test_sketches(estimator, k, tags, size, values):
@@ -143,25 +140,24 @@ def test_sketches(estimator, k, tags, size, values):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "k", "tags", "size", "values"),
+    ("estimator", "k", "tags", "size"),
     [
-        (tx.HutchinsonEstimator(), K, (), 4, (1,)),
-        (tx.XDiagEstimator(), K, (), 8, (2,)),
-        (tx.XNysDiagEstimator(), K, PSD, 2, ()),
-        (tx.DiagPlusPlusEstimator(), K, (), 4, ()),
-        (tx.AutoDiagonalEstimator(), K, (), 8, ()),
-        (tx.AutoDiagonalEstimator(), N, (), 4, ()),
-        (tx.HutchinsonEstimator(), ADAPTIVE, (), 8, ()),
+        (tx.HutchinsonEstimator(), K, (), 4),
+        (tx.XDiagEstimator(), K, (), 8),
+        (tx.XNysDiagEstimator(), K, PSD, 2),
+        (tx.DiagPlusPlusEstimator(), K, (), 4),
+        (tx.AutoDiagonalEstimator(), K, (), 8),
+        (tx.HutchinsonEstimator(), ADAPTIVE, (), 8),
     ],
 )
-def test_diagonals(estimator, k, tags, size, values):
+def test_diagonals(estimator, k, tags, size):
     matrix = positive_definite(N) if tags else general(N)
-    check(diagonal(estimator, k, tags), matrix, size, values=values, rtol=1e-12)
+    check(diagonal(estimator, k, tags), matrix, size, rtol=1e-12)
 
 
 def test_slq():
     """Whole, and in blocks on each device."""
-    check(logdet(), positive_definite(N), 4, values=(1,), bitwise=True, blocks=[(2, 3)])
+    check(logdet(), positive_definite(N), 4, bitwise=True, blocks=[(2, 3)])
 
 
 def test_slq_with_fewer_probes_than_devices():

@@ -297,18 +297,19 @@ def test_exact_trace_and_its_cost(kind):
             tx.trace(op, tx.ExactTraceEstimator(), k=cost - 1)
 
 
+WRAPS = {
+    "function": lambda op: op,
+    "tagged": lambda op: lx.TaggedLinearOperator(op, lx.symmetric_tag),
+    "multiple": lambda op: 2 * op,
+    "sum": lambda op: op + lx.DiagonalLinearOperator(jnp.asarray(np.arange(6.0))),
+}
+
+
 @pytest.mark.parametrize(
-    ("wrap", "cost"),
-    [
-        (lambda op: op, 6),
-        (lambda op: lx.TaggedLinearOperator(op, lx.symmetric_tag), 6),
-        (lambda op: 2 * op, 6),
-        (lambda op: op + lx.DiagonalLinearOperator(jnp.asarray(np.arange(6.0))), 6),
-    ],
-    ids=["function", "tagged", "multiple", "sum"],
+    ("name", "block_size"),
+    [*((name, None) for name in WRAPS), ("function", 1), ("function", 4)],
 )
-@pytest.mark.parametrize("block_size", [1, 4, None])
-def test_number_of_products_made(wrap, cost, block_size):
+def test_number_of_products_made(name, block_size):
     """Counted as they are made, in the running program."""
     made = []
 
@@ -316,11 +317,12 @@ def test_number_of_products_made(wrap, cost, block_size):
         jax.debug.callback(lambda _: made.append(1), v[0])
         return 3 * v
 
-    op = wrap(lx.FunctionLinearOperator(count, jax.ShapeDtypeStruct((6,), jnp.float64)))
+    structure = jax.ShapeDtypeStruct((6,), jnp.float64)
+    op = WRAPS[name](lx.FunctionLinearOperator(count, structure))
     solution = tx.trace(op, k=6, execution=tx.Local(block_size))
     jax.block_until_ready(solution.value)
     jax.effects_barrier()
-    assert len(made) == cost == solution.stats["num_matvecs"]
+    assert len(made) == 6 == solution.stats["num_matvecs"]
 
 
 def test_what_is_made_of_hermitian_operators_is_hermitian():
@@ -334,3 +336,24 @@ def test_what_is_made_of_hermitian_operators_is_hermitian():
     for other in (1j * tagged, tagged + lx.MatrixLinearOperator(matrix)):
         with pytest.raises(ValueError, match="must be Hermitian"):
             tx.log_trace_exp(other, k=4)
+
+
+def test_gram_of_a_complex_jacobian():
+    """That of the real and the imaginary parts: its trace is the squared norm."""
+    point = jnp.arange(4.0)
+    operator = tx.jacobian_gram(jnp.fft.fft, point)
+    assert np.allclose(tx.trace(operator, k=4).value, 16)
+    operator = tx.jacobian_gram(lambda x: jnp.exp(1j * x), point)
+    assert np.allclose(tx.diagonal(operator, k=4).value, 1)
+
+
+def test_numpy_parameters_of_any_dtype():
+    """NumPy does not take bfloat16 for a floating-point number."""
+    point = {"a": np.ones(3, jnp.bfloat16), "b": np.ones(2, np.float32)}
+    square = lambda x: jnp.sum(jnp.square(x).astype(jnp.float32))  # noqa: E731
+    loss = lambda x: square(x["a"]) + square(x["b"])  # noqa: E731
+    operator = tx.hessian(loss, point)
+    assert operator.in_size() == 5
+    assert np.allclose(tx.trace(operator, k=5).value, 10)
+    batched = tx.hessian(lambda x, _: loss(x), point, np.zeros(2, np.float32))
+    assert np.allclose(tx.trace(batched, k=5).value, 10)

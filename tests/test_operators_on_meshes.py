@@ -232,10 +232,6 @@ def test_solve_inside_a_sketch():
     agree(second, [solving, xtrace], (A, D), 1e-11)
 
 
-def dense_semidefinite(x):
-    return lx.MatrixLinearOperator(x, PSD)
-
-
 def convex(x):
     """The Hessian, of PyTrees, of a convex function."""
     point = {"a": x[1][:4], "b": x[1][4:].reshape(4, 5)}
@@ -256,11 +252,7 @@ ON_DIAGONAL = PATTERN.indices[:, 0] == PATTERN.indices[:, 1]
 
 @pytest.mark.parametrize(
     ("make", "x"),
-    [
-        (dense_semidefinite, positive_definite(N)),
-        (convex, (A / N, D)),
-        (definite_bcoo, np.where(ON_DIAGONAL, 2.0 * N, 0.5)),
-    ],
+    [(convex, (A / N, D)), (definite_bcoo, np.where(ON_DIAGONAL, 2.0 * N, 0.5))],
 )
 def test_log_determinant(make, x):
     agree(value_and_slope, [make, slq], x)

@@ -76,7 +76,7 @@ def test_two_processes():
     (single,) = finish(start(4, program, "single"))
     both = [start(2, program, each, port) for each in ("0", "1")]
     first, second = finish(*both, seconds=240)
-    assert len(numbers(single, "BITS")) == 8 + 4, single
+    assert len(numbers(single, "BITS")) == 5 + 4, single
     for kind in ("BITS", "ABOUT"):
         assert numbers(first, kind) == numbers(second, kind)
     assert numbers(first, "BITS") == numbers(single, "BITS")

@@ -1,5 +1,4 @@
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from ._checks import known_number, plain_integer, real_scalar
+from ._kernel.dense import two_norm
 from ._quantiles import normal_quantile, student_quantile
-
-
-def two_norm(tree: PyTree[Array]) -> Real[Array, ""]:
-    """The root of the sum of the squares of all entries, none of which overflows."""
-    sizes = [jnp.abs(leaf) for leaf in jax.tree.leaves(tree)]
-    largest = ft.reduce(jnp.maximum, [jnp.max(size, initial=0) for size in sizes])
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return unit * jnp.sqrt(sum(jnp.sum((size / unit) ** 2) for size in sizes))
 
 
 class Adaptive(eqx.Module):
@@ -53,20 +45,23 @@ class Adaptive(eqx.Module):
     **Attributes:**
 
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
-    - `max_k`: the largest budget, in the units of `k`: products for `traceax.trace`,
-        probes for the others. Rounded down to whole rounds. Array shapes depend on it.
-        If it is larger than n by a round or more, and by what the estimator needs at
-        least, the call cannot run out of it: n units are kept back for the exact answer.
-        That is taken where the others, or n, have not been enough, or where independent
-        samples are seen to need more than n further ones. A call that goes on from one
-        that kept nothing back needs n more than the `max_k` of that, or than n if that
-        is less.
+    - `max_k`: the largest budget, in the units of `k`: products for traces, diagonals,
+        Frobenius and row norms, divergences and Laplacians; products with f(A) for
+        [`traceax.diagonal_of_function`][]; probes for log-determinants, Schatten norms
+        and other traces of functions. Rounded down to whole rounds. Array shapes and
+        memory depend on it. If it is larger than n by a round or more, and by what the
+        estimator needs at least, the call cannot run out of it: n units are kept back for
+        the exact answer. That is taken where the others, or n, have not been enough, or
+        where independent samples are seen to need more than n further ones. A call that
+        goes on from one that kept nothing back needs n more than the `max_k` of that, or
+        than n if that is less.
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
-    - `round_size`: how much of the budget a round spends.
+    - `round_size`: how much of the budget a round spends, in the same units.
     - `history`: whether `stats["history"]`, shape `(rounds, 3)`, has the budget spent,
-        the value and the standard error after each round that this call made. Other rows
-        are infinite, and so are entries of `stats` for samples that were not made.
+        in the units of `k`, the value and the standard error after each round that this
+        call made. Other rows are infinite, and so are entries of `stats` for samples that
+        were not made.
     - `progress`: an `equinox` progress meter. It shows the fraction of the budget that
         is spent, or the fraction of what reaching the tolerance will take at this rate,
         whichever is larger.
@@ -144,13 +139,16 @@ class Adaptive(eqx.Module):
         _check_integer("min_samples", min_samples, 4)
         # A round is not larger than the budget.
         _check_integer("round_size", round_size, min(2, int(max_k)))
-        if not 0 < confidence < 1:
+        real_scalar("confidence", confidence)
+        known = known_number(confidence)
+        if known is None or not 0 < known < 1:
             raise ValueError(
-                f"`confidence` must be between 0 and 1. Found {confidence!r}."
+                "`confidence` must be a known number between 0 and 1. Found "
+                f"{confidence!r}."
             )
         _check_norm(norm)
         self.max_k = int(max_k)
-        self.confidence = confidence
+        self.confidence = known
         self.min_samples = int(min_samples)
         self.round_size = min(int(round_size), int(max_k))
         self.history = history
@@ -213,6 +211,13 @@ class Adaptive(eqx.Module):
         beyond = jnp.where(width > 0, jnp.inf, 0)
         return jnp.where(tolerance > 0, width / safe, beyond)
 
+    def reachable(
+        self, value: Inexact[Array, ""], floor: Real[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Whether enough samples meet the tolerance where `floor` is the part of the
+        standard error that no sample makes smaller."""
+        return normal_quantile(self.confidence) * floor <= self.tolerance(value)
+
     def samples_saved(
         self,
         norm: Real[Array, ""],
@@ -270,3 +275,8 @@ def one_round(k: int) -> Adaptive:
 
 def largest_budget(k: int | Adaptive) -> int:
     return k.max_k if isinstance(k, Adaptive) else k
+
+
+def first_budget(k: int | Adaptive) -> int:
+    """That of the first round."""
+    return k.round_size if isinstance(k, Adaptive) else k

@@ -83,7 +83,10 @@ def plain_integer(value: Any) -> Any:
     """An integer of any kind as a Python integer; anything else unchanged."""
     if isinstance(value, bool | Tracer) or not hasattr(value, "__index__"):
         return value
-    return _builtin.index(value)
+    try:
+        return _builtin.index(value)
+    except TypeError:  # of an array that is not an integer, or several
+        return value
 
 
 def check_positive(name: str, value: Any) -> int:

@@ -69,8 +69,8 @@ def diagonal(
     m - 1 degrees of freedom. The estimate is unbiased; with the default estimator there
     is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
     are applied in their own dtype; everything else is float32, and so are `value` and
-    `std_err`. Memory is that of the estimator, for the default about `5 k` vectors of
-    length n, and `9 k` with a semidefinite tag.
+    `std_err`. Memory is that of the estimator, for the default about `6.6 k` vectors of
+    length n, and `6.1 k` with a semidefinite tag.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an estimate of the derivative of the diagonal,
@@ -181,6 +181,9 @@ def jacobi_preconditioner(
     standard error where that is larger, and 1 where both are 0. It has no derivatives;
     those of a solve do not depend on it.
 
+    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
+    vector of length n, and a product with it costs n operations.
+
     **Raises:**
 
     Errors as [`traceax.diagonal`][].
@@ -201,6 +204,7 @@ def _inverse(value: PyTree, std_err: PyTree, structure: PyTree) -> PyTree[Array]
         std_err = jnp.where(jnp.isfinite(std_err), std_err, 0)
         size = jnp.maximum(jnp.abs(entry), std_err)
         inverse = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
+        inverse = jnp.minimum(inverse, jnp.finfo(leaf.dtype).max)
         return jax.lax.stop_gradient(inverse).astype(leaf.dtype)
 
     return jax.tree.map(invert, value, std_err, structure)

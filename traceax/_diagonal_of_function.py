@@ -16,9 +16,10 @@ from ._estimator.auto_diagonal import AutoDiagonalEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, flatten, freeze, hermitian_tag, unflatten
+from ._kernel.dense import two_norm
 from ._kernel.lanczos import Lanczos as LanczosRun
 from ._matfun.callables import as_spectral_function
-from ._matfun.function_of import Action
+from ._matfun.function_of import Action, check_of_eigenvalues
 from ._matfun.functions import AbstractSpectralFunction, Inverse
 from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
@@ -69,7 +70,7 @@ class _Between(eqx.Module):
         that of rounding."""
         product = self.outside(self.action.applied(run, nodes, vectors))
         errors = jax.vmap(self.outside)(self.action.errors(run, nodes, vectors))
-        sizes = jnp.linalg.norm(errors, axis=1) / product.size**0.5
+        sizes = jax.vmap(two_norm)(errors) / product.size**0.5
         extremes = jnp.stack([nodes[0], nodes[-1]])
         return product, extremes, jnp.max(sizes[:3]), jnp.max(sizes[3:])
 
@@ -143,7 +144,7 @@ class _DiagonalOfFunction(AbstractTask):
         lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
-        size, error = jnp.linalg.norm(value) / flat.size**0.5, truncated + rounding
+        size, error = two_norm(value) / flat.size**0.5, truncated + rounding
         precise = failure(rounding > 0.02 * size, RESULTS.precision_lost)
         ends = jnp.stack([value.real - error, value.real + error])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
@@ -186,7 +187,7 @@ class _DiagonalOfFunction(AbstractTask):
             if isinstance(k, Adaptive):
                 aimed = self._tolerance(k, jnp.full_like(image, mean + known))
             else:
-                deviation = jnp.linalg.norm(image - mean * probe)
+                deviation = two_norm(image - mean * probe)
                 aimed = deviation / (flat.size * k) ** 0.5
             return excess(truncated - rounding, aimed)
 
@@ -302,6 +303,7 @@ def diagonal_of_function(
     )
     num_steps = check_steps(num_steps, operator.in_size())
     function = as_spectral_function(function, dtypes(operator)[0])
+    check_of_eigenvalues(function)
     if preconditioner is not None:
         _check_preconditioner(preconditioner, operator, function)
     task = _DiagonalOfFunction(

@@ -37,6 +37,10 @@ def divergence(
     Jacobian, whose trace is the same: that is the cheaper mode where the result is
     differentiated again. For a batch of points, use `jax.vmap`.
 
+    Cost: one evaluation of `fn`, and `k` vector-Jacobian products. Memory: what reverse
+    mode keeps of that evaluation, and for each probe of a block what goes backward
+    through `fn`; with an estimator that has a basis, its vectors too.
+
     !!! Example
 
         ```python
@@ -73,10 +77,23 @@ def divergence(
     - `TypeError`: `x` is not of real floating-point arrays.
     - `ValueError`: `fn(x)` has not the structure, shapes and dtypes of `x`.
     - Errors as [`traceax.trace`][].
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{grathwohl2019ffjord,
+            author    = {Grathwohl, Will and Chen, Ricky T. Q. and Bettencourt, Jesse and
+                         Sutskever, Ilya and Duvenaud, David},
+            title     = {{FFJORD}: Free-Form Continuous Dynamics for Scalable Reversible
+                         Generative Models},
+            booktitle = {International Conference on Learning Representations},
+            year      = {2019},
+        }
+        ```
     """
     check_point(x)
     x = jax.tree.map(jnp.asarray, x)
-    value, pullback = jax.vjp(fn, x)
+    value, pullback = jax.vjp(lambda x: jax.tree.map(jnp.asarray, fn(x)), x)
     structure, found = _structure(x), _structure(value)
     if found != structure:
         raise ValueError(

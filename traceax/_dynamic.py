@@ -40,8 +40,8 @@ class DynamicState(eqx.Module):
     **Attributes:**
 
     - `parameters`: of the operator.
-    - `value`, `std_err`: its trace, and the standard error of that.
-    - `count`: how many updates there were.
+    - `value`, `std_err`: its trace, and the standard error of that, of shape `()`.
+    - `count`: how many updates there were, an integer of shape `()`.
     - `key`: from which the probes of all further ones are drawn.
     """
 
@@ -88,7 +88,8 @@ class DynamicTrace(eqx.Module):
     - `operator`: a function from parameters, a PyTree of arrays, to a square `lineax`
         operator, such as `lambda p: traceax.hessian(loss, p)`.
     - `num_probes`: m, 2 or more. An update costs `2 * num_probes` products, m with each
-        operator.
+        operator, `O(n m)` operations, and holds `3 m` vectors of length n: the probes and
+        their products with both operators.
     - `sampler`: distribution of the probes.
     - `execution`: where and how many at a time products are made.
 
@@ -129,7 +130,8 @@ class DynamicTrace(eqx.Module):
 
         **Returns:**
 
-        A [`traceax.Solution`][], whose `state` the first update takes.
+        A [`traceax.Solution`][], whose `state` the first update takes. One block of
+        probes is held at a time.
 
         **Raises:**
 
@@ -252,5 +254,5 @@ DynamicTrace.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `num_probes` below 2.
+`ValueError` for `num_probes` below 2. `TypeError` where it is not a Python integer.
 """

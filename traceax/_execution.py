@@ -18,8 +18,17 @@ def full_precision(
     matmat: Callable[..., Array],
 ) -> Iterator[Callable[..., Array]]:
     """A context in which matrix products are made in full precision, also on
-    accelerators whose default is less. It gives `matmat`, the product with the operator,
-    in the precision that the user has asked JAX for."""
+    accelerators whose default is less.
+
+    **Arguments:**
+
+    - `matmat`: the product with the operator, a function of arrays.
+
+    **Returns:**
+
+    A context manager, which gives `matmat` in the precision that the user has asked JAX
+    for.
+    """
     asked = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def as_asked(*args, **kwargs):
@@ -105,11 +114,31 @@ class AbstractExecution(eqx.Module):
         xs: PyTree[Shaped[Array, "m ..."]],
         width: int = 1,
     ) -> PyTree[Shaped[Array, "m ..."]]:
-        """The first of the two results of `map_reduce`."""
+        """Apply a function to each of several inputs.
+
+        **Arguments:**
+
+        - `fn`, `operator`, `xs`, `width`: as for `map_reduce`.
+
+        **Returns:**
+
+        The results of `fn`, stacked: the first of the two results of `map_reduce`.
+        """
         return self.map_reduce(fn, lambda *_: (), operator, xs, width)[0]
 
     def matmat(self, operator: FlatOperator, x: Array, *, adjoint: bool = False) -> Array:
-        """The operator, or its adjoint, applied to the columns of `x`, shape `(n, m)`."""
+        """Products with several vectors.
+
+        **Arguments:**
+
+        - `operator`: A, as a map of flat vectors of length n.
+        - `x`: m vectors, the columns of an array of shape `(n, m)`.
+        - `adjoint`: whether products are with the adjoint of A.
+
+        **Returns:**
+
+        The m products, the columns of an array; of shape `(n, m)` for a square A.
+        """
         if not adjoint:
             return self.map(FlatOperator.mv, operator, x.T).T
         # The adjoint of a dense matrix is fastest from rows to rows. XLA on CPU folds
@@ -126,6 +155,10 @@ class AbstractExecution(eqx.Module):
 
         - `n`: the size of the operator.
         - `width`: as for `map_reduce`.
+
+        **Returns:**
+
+        A Python integer, 1 or more.
         """
         return max(1, min(128, 2**20 // n, 2**26 // (n * width)))
 

@@ -77,6 +77,8 @@ class FlatOperator(eqx.Module):
     - `dtype`: of the vectors in and out: the operator's, but at least float32.
     - `precision`: the coarsest dtype that a product passes through.
     - `hermitian`: whether it is known to be.
+
+    Vectors in have the shape `(n,)`, vectors out `(m,)`, with m = n for a square one.
     """
 
     fn: Callable[[Array], Array]
@@ -101,15 +103,34 @@ class FlatOperator(eqx.Module):
         """The same operator, constant to all derivatives."""
         return freeze(self)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether products pass through a dtype of a smaller range than that of the
+        vectors: float16."""
+        return jnp.finfo(self.precision).maxexp < jnp.finfo(self.dtype).maxexp
+
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """A v for a flat vector v, of shape `(n,)`."""
-        return self.fn(vector)
+        return self._scaled(self.fn, vector)
 
     def adjoint_mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " n"]:
         """A* v for a flat vector v, of shape `(m,)`; m is n for a square operator."""
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
-        (product,) = jax.linear_transpose(self.fn, like)(vector.conj())
-        return product.conj()
+
+        def transposed(vector):
+            (product,) = jax.linear_transpose(self.fn, like)(vector)
+            return product
+
+        return self._scaled(transposed, vector.conj()).conj()
+
+    def _scaled(self, fn: Callable[[Array], Array], vector: Array) -> Array:
+        """`fn(vector)`; if the range is narrow, of a vector whose largest entry is 1: the
+        product of a unit vector, with its small entries, might underflow."""
+        if not self.narrow:
+            return fn(vector)
+        size = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
+        size = jnp.where(size > 0, size, 1).astype(vector.dtype)
+        return size * fn(vector / size)
 
 
 def freeze(tree: PyTree) -> PyTree:
@@ -213,8 +234,21 @@ def from_flat(vector: Inexact[Array, " n"], structure: PyTree) -> PyTree:
 
 
 def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
-    """The operator, of `lineax`, as a map of flat vectors: the leaves of PyTrees are
-    joined one after another. It makes no product."""
+    """The operator as a map of flat vectors: the leaves of PyTrees are joined one after
+    another.
+
+    It makes no product. What does not depend on the vector is computed once, by
+    `lineax.linearise`, and held as long as the result.
+
+    **Arguments:**
+
+    - `operator`: a `lineax.AbstractLinearOperator` of any structure.
+
+    **Returns:**
+
+    A [`traceax.internal.FlatOperator`][] of the size and dtype of the operator, at least
+    float32.
+    """
     structure = operator.in_structure()
     dtype, precision = dtypes(operator)
     linear = lx.linearise(operator)

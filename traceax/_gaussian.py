@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator
+from ._checks import check_operator
 from ._execution import AbstractExecution, Local
 from ._flat import (
     dtypes,
@@ -24,13 +24,14 @@ from ._flat import (
     to_flat,
 )
 from ._gradient import attach, FirstOrderFrame
-from ._kernel.dense import safe_norm
+from ._kernel.dense import two_norm
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
-from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.preconditioned import check_preconditioner
+from ._matfun.preconditioner import AbstractPreconditioner, AbstractPreconditioning
 from ._matfun.slq import SLQEstimator
-from ._matfun.steps import AdaptiveSteps
+from ._matfun.steps import AdaptiveSteps, check_steps
 from ._solution import failure, first_failure, RESULTS, Solution
 from ._solve import call
 
@@ -62,23 +63,27 @@ def _solved(
     """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
     # The absolute tolerance of a solver is meant for a right-hand side of size one.
-    unit = safe_norm(residual) / flat.size**0.5
+    unit = two_norm(residual) / flat.size**0.5
     unit = jnp.where(unit > 0, unit, 1)
-    # `lineax.CG` breaks down where an eigenvalue of the preconditioned operator is much
-    # below one.
-    smallest = jnp.where(smallest > 0, smallest, 1)
+    # `lineax.CG`, which does not depend on the scale of its preconditioner, breaks down
+    # where an eigenvalue of the preconditioned operator is below 200 n eps.
+    least = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    largest = 1.0 if preconditioner is None else preconditioner.largest
+    size = jnp.where(smallest > 0, smallest, 1) * largest
 
     def inverse(x):
-        return (x if preconditioner is None else preconditioner.power(-1.0, x)) / smallest
+        x = least * x
+        return x if preconditioner is None else largest * preconditioner.power(-1.0, x)
 
     tags = lx.positive_semidefinite_tag
     options = {
-        "y0": initial / unit,
+        "y0": size * (initial / unit),
         "preconditioner": lx.FunctionLinearOperator(inverse, structure, tags),
     }
-    matrix = lx.FunctionLinearOperator(flat.mv, structure, tags)
+    scaled = lambda x: flat.mv(x) / size  # noqa: E731
+    matrix = lx.FunctionLinearOperator(scaled, structure, tags)
     found = lx.linear_solve(matrix, residual / unit, solver, options=options, throw=False)
-    return unit * found.value, RESULTS.promote(found.result), found.stats
+    return unit * (found.value / size), RESULTS.promote(found.result), found.stats
 
 
 def _quadratic_form(
@@ -96,6 +101,21 @@ def _quadratic_form(
     frame = FirstOrderFrame(-vector[:, None], vector[:, None])
     value = attach(bordered, -_dot(vector, image), frame, execution=Local())
     return value, -image[:-1]
+
+
+class _Made(eqx.Module):
+    """A preconditioner; if its products were not finite, no estimate with it is."""
+
+    preconditioner: AbstractPreconditioner
+    estimated: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def result(self) -> Any:
+        return RESULTS.successful
+
+
+def _prepare(preconditioning, operator, settings) -> _Made:
+    return _Made(preconditioning.prepare(flatten(operator).frozen, **settings))
 
 
 def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
@@ -127,7 +147,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     # solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     rounding = jnp.hypot(rounding, _dot(found, left_over))
-    size = safe_norm(frozen)
+    size = two_norm(frozen)
     steps = jnp.asarray(counted.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
@@ -138,7 +158,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         "logdet": dataclasses.replace(determinant, state=None),
         "solve": from_flat(found, operator.in_structure()),
         "solve_steps": steps,
-        "solve_residual": safe_norm(left_over) / jnp.where(size > 0, size, 1),
+        "solve_residual": two_norm(left_over) / jnp.where(size > 0, size, 1),
     }
     if "bounds" in known:
         ends, bars = known["bounds"][::-1].T
@@ -179,7 +199,7 @@ def gaussian_log_prob(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
-    preconditioner: AbstractPreconditioner | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
     solver: lx.AbstractLinearSolver | None = None,
     initial: PyTree[Real[Array, ...]] | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
@@ -192,6 +212,10 @@ def gaussian_log_prob(
 
     The log-determinant is that of [`traceax.logdet`][], the quadratic form one linear
     solve, and the gradient needs no further one. Both take the same preconditioner.
+
+    Cost: the products of the log-determinant, one for each step of the solver, and two.
+    Memory: that of [`traceax.logdet`][], and the vectors of the solver: with conjugate
+    gradients a few of length n.
 
     !!! Example
 
@@ -230,8 +254,8 @@ def gaussian_log_prob(
         log-determinant, as for [`traceax.logdet`][]; with [`traceax.Adaptive`][] the
         tolerances are those of the log-determinant. `gradient` does not matter to the
         quadratic form.
-    - `preconditioner`: one that is made, as by [`traceax.nystrom_preconditioner`][], for
-        the log-determinant and the solve.
+    - `preconditioner`: for the log-determinant and the solve, as for
+        [`traceax.logdet`][].
     - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of
         one, so its tolerances are relative to that. Default: `lineax.CG` with
         tolerances of the square root of the machine epsilon.
@@ -252,9 +276,9 @@ def gaussian_log_prob(
         $\\rho^T A^{-1} \\rho / 2$.
     - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
         [`traceax.logdet`][], with its own `stats`.
-    - `"num_matvecs"`: the products of the log-determinant, one for each step of the
-        solver, and two. It is too small for solvers that make more products in a step,
-        or do not count steps.
+    - `"num_matvecs"`: the products of the log-determinant (of an exact one without those
+        of the preconditioner), one for each step of the solver, and two. It is too small
+        for solvers that make more products in a step, or do not count steps.
 
     Derivatives in what the operator closes over and in the residual: $-\\frac12
     \\mathrm{tr}(A^{-1} dA)$ is estimated, the others are $\\frac12 x^T dA\\, x$ and
@@ -268,6 +292,20 @@ def gaussian_log_prob(
     - An `equinox` run-time error with `throw=True`: the solver did not converge; the
         operator was seen not to be positive definite; a product was not finite; rounding
         errors are a large part of the reported error; a tolerance was not met.
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{gardner2018gpytorch,
+            author    = {Gardner, Jacob R. and Pleiss, Geoff and Bindel, David and
+                         Weinberger, Kilian Q. and Wilson, Andrew Gordon},
+            title     = {{GPyTorch}: Blackbox Matrix-Matrix {Gaussian} Process Inference
+                         with {GPU} Acceleration},
+            booktitle = {Advances in Neural Information Processing Systems},
+            volume    = {31},
+            year      = {2018},
+        }
+        ```
     """
     check_operator(operator)
     if is_complex(operator):
@@ -286,8 +324,7 @@ def gaussian_log_prob(
     if initial is not None:
         _check_vector("initial", initial, operator)
     if preconditioner is not None:
-        example = "nystrom_preconditioner(operator, rank, key=key)"
-        check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+        check_preconditioner(preconditioner)
     if solver is None:
         tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
         limit = 10 * operator.in_size()
@@ -299,6 +336,14 @@ def gaussian_log_prob(
             f"`solver` must be a `lineax.AbstractLinearSolver`. Found {solver!r}. Pass, "
             "for example, `lineax.CG(rtol=1e-6, atol=1e-6)`."
         )
+    name = "gaussian_log_prob"
+    settings = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
+    ready = preconditioner is None or isinstance(preconditioner, AbstractPreconditioner)
+    if not ready:
+        settings["num_steps"] = check_steps(num_steps, operator.in_size())
+        arguments = (preconditioner, operator, settings)
+        made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
+        preconditioner = made.preconditioner
     determinant = logdet(
         operator,
         estimator,
@@ -311,5 +356,4 @@ def gaussian_log_prob(
         throw=False,
     )
     arguments = (operator, residual, initial, determinant, preconditioner, solver)
-    name = "gaussian_log_prob"
     return call(_log_prob, *arguments, name=name, execution=execution, throw=throw)

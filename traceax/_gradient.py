@@ -221,9 +221,19 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
 
 
 def attach_derivative(value: Array, surrogate: Callable[[], Array]) -> Array:
-    """An array equal to `value`, whose derivative is its own plus that of `surrogate()`
-    in the arrays that this function closes over. Without a derivative the surrogate is
-    traced, but not run."""
+    """Give an array the derivative of another one.
+
+    **Arguments:**
+
+    - `value`: an array.
+    - `surrogate`: a function without arguments, which returns an array like `value`.
+
+    **Returns:**
+
+    An array equal to `value`, whose derivative is its own plus that of `surrogate()` in
+    the arrays that this function closes over. Without a derivative the surrogate is
+    traced, but not run.
+    """
     return _with_surrogate(value, eqx.filter_closure_convert(surrogate))
 
 

@@ -27,12 +27,13 @@ class Assessment(eqx.Module):
 class LoopState(eqx.Module):
     """What a later call goes on from: the number of rounds made, the buffers that they
     filled, their assessment, and the number of rounds in a row, up to now, after which it
-    was good enough."""
+    was good enough for the tolerances."""
 
     rounds: Int[Array, ""]
     streak: Int[Array, ""]
     buffers: PyTree[Array]
     assessment: Assessment
+    tolerances: Real[Array, "2"]
     round_size: int = eqx.field(static=True)
     norm: Callable[[PyTree], Any] = eqx.field(static=True)
 
@@ -63,6 +64,7 @@ def iterate(
     number, and the loop ends as soon as the exact answer costs less than what is missing.
     """
     num_rounds = adaptive.num_rounds
+    tolerances = jnp.stack([adaptive.rtol, adaptive.atol])
 
     def good(seen):
         return adaptive.satisfied(seen.value, seen.std_err, seen.count)
@@ -70,12 +72,14 @@ def iterate(
     if adaptive.state is None:
         rounds = streak = jnp.zeros((), jnp.int32)
         buffers = empty
-        shapes = jax.eval_shape(assess, empty, rounds)
-        assessment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        assessment = _zeros(jax.eval_shape(assess, empty, rounds))
     else:
         rounds, buffers, assessment = _resume(adaptive, empty)
-        # The tolerance may be another one.
-        streak = jnp.where(good(assessment), jnp.maximum(adaptive.state.streak, 1), 0)
+        # The tolerances may be others. Of rounds before the last one it is not known
+        # whether they were good enough for smaller ones.
+        known = jnp.all(tolerances >= adaptive.state.tolerances)
+        streak = jnp.where(known, jnp.maximum(adaptive.state.streak, 1), 1)
+        streak = jnp.where(good(assessment), streak, 0)
     real = assessment.std_err.dtype
     history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
 
@@ -120,7 +124,7 @@ def iterate(
         rounds=rounds,
         result=failure(missed, RESULTS.max_matvecs_reached),
         state=LoopState(
-            rounds, streak, buffers, seen, adaptive.round_size, adaptive.norm
+            rounds, streak, buffers, seen, tolerances, adaptive.round_size, adaptive.norm
         ),
         extra={"history": history} if adaptive.history else {},
     )

@@ -43,6 +43,10 @@ def laplacian(
     cost, and their backward pass in parameters likewise. All that `fn` closes over can be
     differentiated. For several points, use `jax.vmap`.
 
+    Memory: at most 128 directions are carried at a time. With s of them, each array that
+    `fn` makes on the way is held `s + 2` times: it, its derivatives in the directions,
+    and the sum of its second ones. A backward pass keeps those of one such block.
+
     !!! Example
 
         ```python
@@ -96,6 +100,7 @@ def laplacian(
         ```
     """
     check_point(x)
+    x = jax.tree.map(jnp.asarray, x)
     check_scalar("fn", fn, x)
     value, gradient = jax.value_and_grad(fn)(x)
     structure = jax.eval_shape(lambda: x)
@@ -158,13 +163,16 @@ class _Laplacian(AbstractTask):
             return draw(RademacherSampler(), needed(key), indices, size, dtype).T
 
         # For the error bar alone: compiled programs that do not use it leave them out.
-        samples = freeze(self)._along_each(directions, k)
+        frozen, first = freeze(self), directions(jnp.zeros(1, int))[0]
+        samples = frozen._along_each(directions, k)
+        image = flatten(hessian(frozen.fn, frozen.point)).mv(first)
         return Estimate(
             value=self._along(lambda i: scale * directions(i), k) / (k * scale**2),
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
             rounding=flatten(operator).rounding,
+            magnitude=Trace().size(first, image),
             num_samples=k,
         )
 

@@ -16,6 +16,7 @@ from ._iterate import stream, sum_over_rounds
 from ._kernel.dense import eigh
 from ._kernel.lanczos import lanczos_run, unit
 from ._kernel.quadrature import apply_to_first, ritz
+from ._matfun.all_eigenvalues import bounds_around
 from ._matfun.lanczos import Lanczos
 from ._matfun.quadratic_form import span
 from ._matfun.steps import (
@@ -162,7 +163,9 @@ class _LogTraceExp(AbstractTask):
         slopes = scale * jnp.exp(scale * nodes - value)
         left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
         value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
-        zero = jnp.zeros_like(value)
+        zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
+        size = _magnitude(scale, extremes) + jnp.abs(value)
+        change = float(jnp.finfo(nodes.dtype).eps) * size
         return Estimate(
             value=value,
             std_err=zero,
@@ -170,10 +173,10 @@ class _LogTraceExp(AbstractTask):
             num_matvecs=flat.size,
             rounding=0.0,
             extra={
-                "ritz_values": nodes[jnp.array([0, -1])],
+                "ritz_values": extremes,
                 "quadrature_error": zero,
             },
-            bounds=jnp.stack([value, zero, value, zero]).reshape(2, 2),
+            bounds=bounds_around(value, change),
         )
 
     def run(
@@ -204,9 +207,7 @@ class _LogTraceExp(AbstractTask):
 
         def merge(parts):
             moments, extremes = parts
-            made = moments.count[:, None] > 0
-            extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-            return _LogMoments.merge(moments), span(extremes)
+            return _LogMoments.merge(moments), span(extremes, moments.count)
 
         streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
         (moments, extremes), samples = streamed.summary, streamed.samples
@@ -366,6 +367,8 @@ def log_trace_exp(
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
     in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders.
+    Memory: `num_steps` vectors of length n for each probe of a block, and for a
+    derivative two for each probe.
 
     **Raises:**
 
@@ -375,6 +378,20 @@ def log_trace_exp(
         `num_steps` is too small; `key` is missing.
     - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
         or the largest number of adaptive steps, is too small for the tolerance.
+
+    ??? cite
+
+        ```bibtex
+        @article{jaklic1994lanczos,
+            author  = {Jakli{\\v{c}}, J. and Prelov{\\v{s}}ek, P.},
+            title   = {{Lanczos} Method for the Calculation of Finite-Temperature
+                       Quantities in Correlated Systems},
+            journal = {Physical Review B},
+            volume  = {49},
+            pages   = {5065},
+            year    = {1994},
+        }
+        ```
     """
     check_operator(operator)
     check_hermitian(operator)

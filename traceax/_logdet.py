@@ -168,11 +168,13 @@ def logdet(
     - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`,
         between whose ends `value` would lie without quadrature error (for the same
         probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
-        `"ritz_values"`, the smallest and the largest Ritz value (of the preconditioned
-        operator, if there is a preconditioner); `"gradient_residual"`, shape `(k,)`,
-        the relative residuals of conjugate gradients after as many steps, which show
-        whether the steps are enough for the gradient: the error of conjugate gradients,
-        which bounds its bias, is at most the condition number times these.
+        `"ritz_values"`, shape `(2,)`, the smallest and the largest Ritz value (of the
+        preconditioned operator, if there is a preconditioner), or for a general operator
+        the smallest and the largest singular value of the bidiagonal matrices, which
+        are between the extreme singular values of $A$; `"gradient_residual"`, shape
+        `(k,)`, the relative residuals of conjugate gradients after as many steps, which
+        show whether the steps are enough for the gradient: the error of conjugate
+        gradients, which bounds its bias, is at most the condition number times these.
 
     Memory: `num_steps` vectors of length n for each probe of a block, twice that for a
     general operator, and for a derivative 8 for each probe, as

@@ -13,6 +13,12 @@ class Moments(eqx.Module):
     Samples may be arrays, of shape `q`: all but the count is for each of their entries.
     Complex samples are pairs of real ones, along the axis c. Sums are in units of the
     largest deviation, so that nothing overflows or underflows before the samples do.
+
+    - `count`: how many samples there are, shape `()`.
+    - `center`: their mean, shape `(c, *q)`, with c = 1, or 2 for complex samples.
+    - `unit`: the largest deviation from it, shape `q`.
+    - `squares`, `cubes`: sums of powers of deviations in that unit, shape `(c, *q)`; no
+        `cubes` where the samples are not skewed.
     """
 
     count: Real[Array, "*parts"]
@@ -29,8 +35,20 @@ class Moments(eqx.Module):
         *,
         skewed: bool = True,
     ) -> "Moments":
-        """Of the samples that are `valid`; the others may be anything. Third moments are
-        left out where the samples are not `skewed`."""
+        """Of some samples.
+
+        **Arguments:**
+
+        - `samples`: real or complex, stacked along a first axis: shape `(m, ...)`.
+        - `valid`: which of them count, booleans of shape `(m,)`; the others may be
+            anything. Default: all.
+        - `skewed`: whether samples may be skewed. If not, third moments are left out, and
+            error bars are not widened for them. Default: `True`.
+
+        **Returns:**
+
+        `Moments`, of which `mean` and `std_err()` have the shape of one sample.
+        """
         parts = [samples]
         if jnp.iscomplexobj(samples):
             parts = [samples.real, samples.imag]
@@ -43,8 +61,18 @@ class Moments(eqx.Module):
 
     @classmethod
     def merge(cls, parts: "Moments") -> "Moments":
-        """Of all samples together, for moments stacked along a first axis. Chan, Golub
-        and LeVeque, The American Statistician 37, 1983; third moments likewise."""
+        """Of all samples together. Chan, Golub and LeVeque, The American Statistician 37,
+        1983; third moments likewise.
+
+        **Arguments:**
+
+        - `parts`: moments of several sets of samples, stacked: all arrays have a first
+            axis for the sets.
+
+        **Returns:**
+
+        `Moments` of their union, without that axis.
+        """
         if len(parts.count) == 1:
             return jax.tree.map(lambda x: x[0], parts)
         skewed = parts.cubes is not None
@@ -100,12 +128,15 @@ class Moments(eqx.Module):
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
+        """The mean, of the shape of one sample, complex if samples are."""
         if len(self.center) == 1:
             return self.center[0]
         return jax.lax.complex(self.center[0], self.center[1])
 
     @property
     def skewness(self) -> Real[Array, "*q"]:
+        """The modulus of the third central moment over the 3/2 power of the second one,
+        real, of the shape of one sample. Not there with `skewed=False`."""
         square = jnp.sum(self.squares, axis=0)
         cube = jnp.linalg.norm(self.cubes, axis=0)
         return jnp.sqrt(self.count) * cube / jnp.where(square > 0, square, 1) ** 1.5
@@ -121,9 +152,6 @@ class Moments(eqx.Module):
     def std_err(self, covariance: Real[Array, "*q"] | None = None) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
 
-        `covariance` is that of two samples; with it the variance of the mean is
-        `s^2 / m + covariance`, and negative values, which are noise, count as 0.
-
         Quadratic forms are skewed, and then `s / sqrt(m)` is small just when the mean is
         far off: over 10 samples of a rank-one form a 95% interval covers 86%. To first
         order the interval of Student's t lacks a factor `1 + c skewness^2 / m` (the
@@ -133,6 +161,16 @@ class Moments(eqx.Module):
         what few samples cannot show. A term for `E[s] < sigma` is added too. The factor
         tends to 1 as m grows. Samples without third moments, as those of an entry of the
         diagonal, need none of it.
+
+        **Arguments:**
+
+        - `covariance`: that of two samples, real, of the shape of one. With it the
+            variance of the mean is `s^2 / m + covariance`; negative values, which are
+            noise, count as 0. Default: 0, for independent samples.
+
+        **Returns:**
+
+        A real array of the shape of one sample; infinite for a single sample.
         """
         std_err = self.independent_std_err
         if covariance is not None:

@@ -117,7 +117,9 @@ def row_norms(
     operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
     are those of the estimate; those of the squares are unbiased. Where the estimate of
     a square is negative, the row is 0, its `std_err` the root of that of the square,
-    and its derivative 0.
+    and its derivative 0. Memory: one block of probes with its products, and four numbers
+    for each row, from which value and error bar are made; or about half of what the
+    `estimator` holds for a diagonal, since `A A*` gets `k // 2` probes.
 
     **Raises:**
 
@@ -180,6 +182,20 @@ def frobenius_products(
 
     Errors as [`traceax.trace`][], a `TypeError` where `operators` is not a list or empty,
     and a `ValueError` where structures differ or the estimator is of another kind.
+
+    ??? cite
+
+        ```bibtex
+        @article{wu2018scalable,
+            author  = {Wu, Yue and Sankararaman, Sriram},
+            title   = {A Scalable Estimator of {SNP} Heritability for Biobank-Scale Data},
+            journal = {Bioinformatics},
+            volume  = {34},
+            number  = {13},
+            pages   = {i187--i194},
+            year    = {2018},
+        }
+        ```
     """
     if not isinstance(operators, Sequence) or len(operators) == 0:
         raise TypeError(

@@ -56,8 +56,17 @@ class AbstractQuantity(eqx.Module):
         return None
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        """A sum and its standard error, of the shape that `read` gives, in the form that
-        users see."""
+        """An estimate in the form that users see: by default as it is.
+
+        **Arguments:**
+
+        - `value`, `std_err`: a sum of what `read` gives, and its standard error, arrays
+            of that shape.
+
+        **Returns:**
+
+        The pair of value and standard error, two PyTrees of the same structure.
+        """
         return value, std_err
 
     def of_gram(self) -> "AbstractQuantity | None":

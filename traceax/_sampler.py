@@ -330,6 +330,19 @@ class SteinhausSampler(AbstractSampler):
         probes = tx.SteinhausSampler(jnp.complex64)(jax.random.key(0), 100, 5)
         print(jnp.allclose(jnp.abs(probes), 1))  # True
         ```
+
+    ??? cite
+
+        ```bibtex
+        @article{iitaka2004random,
+            author  = {Iitaka, Toshiaki and Ebisuzaki, Toshikazu},
+            title   = {Random Phase Vector for Calculating the Trace of a Large Matrix},
+            journal = {Physical Review E},
+            volume  = {69},
+            pages   = {057701},
+            year    = {2004},
+        }
+        ```
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -359,4 +372,10 @@ for _sampler in (RademacherSampler, NormalSampler, SphereSampler, SteinhausSampl
     _sampler.__init__.__doc__ = """**Arguments:**
 
 - `dtype`: dtype of the samples. Default is `None`: the operator's dtype.
+
+**Raises:**
+
+`ValueError` for a dtype of another kind than the distribution has: floating or complex,
+for `SteinhausSampler` complex, for `RademacherSampler` also signed integer. `TypeError`
+for what is no dtype.
 """

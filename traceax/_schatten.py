@@ -69,7 +69,7 @@ class _Schatten(AbstractFunctionTask):
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
         if self.function.exponent < 1:
-            roundoff = flat.eps * flat.size**0.5 * largest
+            roundoff = flat.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
         return dataclasses.replace(estimate, value=value)
 
@@ -163,6 +163,32 @@ def schatten_norm(
     - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
         value, was not finite; rounding errors are a large part of the reported error; a
         tolerance was not met.
+
+    ??? cite
+
+        ```bibtex
+        @article{ubaru2017fast,
+            author  = {Ubaru, Shashanka and Chen, Jie and Saad, Yousef},
+            title   = {Fast Estimation of $\\mathrm{tr}(f(A))$ via Stochastic {Lanczos}
+                       Quadrature},
+            journal = {SIAM Journal on Matrix Analysis and Applications},
+            volume  = {38},
+            number  = {4},
+            pages   = {1075--1099},
+            year    = {2017},
+        }
+
+        @article{golub1965calculating,
+            author  = {Golub, Gene H. and Kahan, William},
+            title   = {Calculating the Singular Values and Pseudo-Inverse of a Matrix},
+            journal = {Journal of the Society for Industrial and Applied Mathematics,
+                       Series B: Numerical Analysis},
+            volume  = {2},
+            number  = {2},
+            pages   = {205--224},
+            year    = {1965},
+        }
+        ```
     """
     check_operator(operator, square=False)
     p = _check_power(p)

@@ -89,9 +89,10 @@ Likely causes:
 
 _precision_lost_msg = """
 Rounding errors of the products change the value by a large part of the error that is
-reported, or more: the operator is too ill conditioned for their precision, and what
-depends on its smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the
-smallest and the largest that were seen.
+reported, or by more than an adaptive budget asks for. For a function of an operator this
+means that it is too ill conditioned for their precision, and that what depends on its
+smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the smallest and the
+largest that were seen.
 
 Likely remedies:
 
@@ -114,7 +115,8 @@ Likely remedies:
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
     number of samples, and with more than n by a round or more, the exact answer is taken
     where they are not enough. `solution.state` saves what has been spent already (the
-    exact answer then needs n more than the first `max_k`); or
+    exact answer then needs n more than the first `max_k`). It must have room for
+    `min_samples` samples, each of which takes XTrace two products; or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
@@ -133,8 +135,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `zero_determinant`: the determinant of a structured or a general operator is zero,
         or not to be told from zero.
     - `precision_lost`: for functions of operators, rounding errors of the products are a
-        large part of the error that is reported; for diagonals and exact answers, they
-        change the second digit.
+        large part of the error that is reported; for diagonals of functions and exact
+        answers, they change the second digit. With an adaptive budget, of any quantity,
+        they alone are above the tolerance.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
         were too few for the tolerance; or a linear solve did not converge.
@@ -174,8 +177,17 @@ def first_failure(*results: Any) -> Any:
 
 
 def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
-    """The result of a test: `how`, a member of `RESULTS`, where `failed`, a scalar of
-    booleans, is true, else `RESULTS.successful`."""
+    """The result of a test.
+
+    **Arguments:**
+
+    - `failed`: a boolean of shape `()`, which may be traced.
+    - `how`: the member of [`traceax.RESULTS`][] for a test that failed.
+
+    **Returns:**
+
+    `how` where `failed` is true, else `RESULTS.successful`.
+    """
     successful: Any = RESULTS.successful
     return RESULTS.where(jnp.asarray(failed), how, successful)
 
@@ -183,13 +195,16 @@ def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
 class Estimate(eqx.Module):
     """What an estimator returns: the estimate, its standard error, and how it was made.
 
-    - `value`: the estimate. The only field that carries derivatives.
-    - `std_err`: its standard error.
-    - `samples`: the per-sample estimates, of which `value` is the mean, if that is a
-        scalar.
-    - `num_matvecs`: products with the operator.
-    - `rounding`: relative size of rounding errors in `value`; 0 for exact answers.
-    - `magnitude`: what they are relative to, if it is larger than `value`.
+    - `value`: the estimate, real or complex, of the shape that the quantity reads, for a
+        trace `()`. The only field that carries derivatives.
+    - `std_err`: its standard error, of the same shape, real.
+    - `samples`: the per-sample estimates, shape `(m,)`, of which `value` is the mean, if
+        that is a scalar; else None.
+    - `num_matvecs`: products with the operator, an integer, which may be traced.
+    - `rounding`: relative size of rounding errors in `value`, a Python number; 0 for
+        exact answers.
+    - `magnitude`: what they are relative to, if it is larger than `value`: of its shape,
+        or of shape `()`.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
@@ -197,8 +212,9 @@ class Estimate(eqx.Module):
     - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
         derivative of `value` is made; the mean of their outer products is the identity.
     - `bounds`: bounds of what `value` would be without quadrature error and rounding,
-        for the same samples: the lower one with its standard error, and the upper one
-        with its own; None if there are no such errors, beside `rounding`.
+        for the same samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar:
+        the lower one with its standard error, and the upper one with its own; None if
+        there are no such errors, beside `rounding`.
     """
 
     value: Inexact[Array, "*q"]
@@ -366,9 +382,8 @@ def _interval(
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
             beyond = jnp.maximum(side * (bound - value.real), 0)
-        unit = 1 + 1j if jnp.iscomplexobj(value) else 1
-        half = beyond + quantile.astype(std_err.dtype) * std_err
-        return value + side * unit * half
+        half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
+        return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 
     leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
     low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))

@@ -13,9 +13,9 @@ import lineax as lx
 import numpy as np
 import wadler_lindig as wl
 from jax.core import Tracer
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
-from ._adaptive import Adaptive, largest_budget
+from ._adaptive import Adaptive, first_budget, largest_budget
 from ._checks import check_flag, check_instance, check_key, check_positive
 from ._execution import AbstractExecution
 from ._flat import standard_promotion
@@ -193,27 +193,49 @@ def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) 
 
 def _solve(estimator, operator, k, key, execution) -> Solution:
     size, quantity = operator.in_size(), estimator.quantity
-    if (k.round_size if isinstance(k, Adaptive) else k) >= size:
+    if first_budget(k) >= size:
         return _package(estimator.exact(operator, execution), quantity)
     if not isinstance(k, Adaptive):
         return _package(estimator.run(operator, k, key, execution), quantity)
     earlier = k.state
     k = k.within(size, estimator.min_matvecs if earlier is None else earlier.max_k)
     if earlier is not None:
+        if k.max_k < earlier.max_k:
+            raise ValueError(
+                "`max_k` must not be below that of the call that `state` is of. Found "
+                f"{k.max_k} for {earlier.max_k}."
+            )
         k = dataclasses.replace(k, state=earlier.loop)
     estimate = estimator.run(operator, k, key, execution)
     data = None if key is None else jr.key_data(key)
     state = RunState(estimate.state, data, _settings(estimator), k.max_k)
     solution = _package(dataclasses.replace(estimate, state=state), quantity)
-    if k.exact_cost is None:
-        return solution
+    pair = estimate.value, _floor(estimate)
+    _, floor = quantity.present(*jax.lax.stop_gradient(pair))
+    if k.exact_cost is not None:
 
-    def take_exact():
-        exact = _package(estimator.exact(operator, execution), quantity)
-        return _replaced(solution, exact)
+        def take_exact():
+            exact = _package(estimator.exact(operator, execution), quantity)
+            return _replaced(solution, exact), exact.std_err
 
-    ended = solution.result == RESULTS.max_matvecs_reached
-    return jax.lax.cond(ended, take_exact, lambda: solution)
+        unknown = first_failure(solution.result, _too_coarse(k, solution, floor))
+        ended = solution.result == RESULTS.max_matvecs_reached
+        ended |= unknown == RESULTS.precision_lost
+        solution, floor = jax.lax.cond(ended, take_exact, lambda: (solution, floor))
+    result = first_failure(solution.result, _too_coarse(k, solution, floor))
+    return dataclasses.replace(solution, result=result)
+
+
+def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
+    """Whether rounding errors alone, of the size `floor`, are above the tolerance."""
+    value = k.size(jax.lax.stop_gradient(solution.value))
+    return failure(~k.reachable(value, k.size(floor)), RESULTS.precision_lost)
+
+
+def _floor(estimate: Estimate) -> Real[Array, "*q"]:
+    """The standard error that is due to rounding."""
+    size = jnp.maximum(jnp.abs(estimate.value), estimate.magnitude)
+    return estimate.rounding * size
 
 
 def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
@@ -223,10 +245,9 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     others = estimate.std_err, estimate.samples, estimate.extra, estimate.bounds
     std_err, samples, extra, bounds = jax.lax.stop_gradient(others)
     if estimate.rounding > 0:
-        size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(value), estimate.magnitude))
-        std_err = jnp.hypot(std_err, estimate.rounding * size)
+        floor = jax.lax.stop_gradient(_floor(estimate))
+        std_err = jnp.hypot(std_err, floor)
         if bounds is not None:
-            floor = estimate.rounding * size
             bounds = jnp.stack([bounds[:, 0], jnp.hypot(bounds[:, 1], floor)], axis=1)
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()

@@ -96,10 +96,12 @@ class _File:
                 f"scattered. Found a `numpy.memmap` of mode {x.mode!r} with strides "
                 f"{x.strides}. Pass a function `x(start, stop)`, and `shape`."
             )
-        offset, step, other = _address(x) - _address(root), *x.strides[:: 1 - 2 * axis]
+        # That of a new axis, of length 1, is 0.
+        strides = x.strides[0] or x.itemsize, x.strides[1] or x.itemsize
+        offset, step, other = _address(x) - _address(root), *strides[:: 1 - 2 * axis]
         origin = (offset % other if step < other else offset) // step
         start = root.offset + offset - origin * step
-        (n, m), strides = x.shape, (x.strides[0], x.strides[1])
+        n, m = x.shape
         file = cls(str(x.filename), (n, m), axis, x.dtype, start, strides)
         size, steps = os.path.getsize(file.filename), np.subtract(x.shape, 1)
         needed = root.offset + offset + int(steps @ x.strides) + x.itemsize

@@ -16,7 +16,7 @@ from ._flat import dtypes, FlatOperator, flatten, is_hermitian
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionTask
 from ._matfun.callables import as_spectral_function
-from ._matfun.difference import Difference, unstack, worse
+from ._matfun.difference import Difference, unstack
 from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import LanczosGradient
 from ._matfun.preconditioned import (
@@ -25,6 +25,7 @@ from ._matfun.preconditioned import (
     Prepared,
 )
 from ._matfun.preconditioner import AbstractPreconditioning, Congruence
+from ._matfun.quadratic_form import worst
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._operator.stacked import stacked
@@ -54,16 +55,19 @@ class _TraceDifference(AbstractFunctionTask):
         )
         assert a.bounds is not None
         assert b.bounds is not None
-        value = a.value - b.value
-        extra = {"ritz_values": worse(*(x.extra["ritz_values"] for x in (a, b)))}
+        value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
+        extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
+        extra = {"ritz_values": worst(extremes)}
         if self.function.bracketed:
             extra["bracket"] = jnp.stack([value.real, value.real])
         return dataclasses.replace(
             a,
             value=value,
+            # However small beside the rounding errors of both.
+            std_err=(bounds[1, 0] - bounds[0, 0]) / 2,
             samples=value[None],
             result=first_failure(a.result, b.result),
-            bounds=a.bounds - b.bounds[::-1],
+            bounds=bounds,
             extra=extra,
         )
 
@@ -154,7 +158,9 @@ def trace_difference(
     the number of products with each of the two, and of those that P was made from;
     `"samples"` and `"sample_brackets"` are those of differences, and `"ritz_values"`
     those of the operator, preconditioned, that is nearer to leaving the domain. The
-    widths of the two brackets add up, as if their quadrature errors were unrelated.
+    widths of the two brackets add up, as if their quadrature errors were unrelated. With
+    `k >= n`, `std_err` is what rounding may change the two traces by, to which their
+    difference may be small.
     Memory: `2 num_steps` vectors of length n for each probe of a block.
 
     Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -

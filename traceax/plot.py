@@ -53,9 +53,9 @@ def convergence(
 
     **Returns:**
 
-    The axes. Across: the budget spent, in what `k` counts (products for
-    [`traceax.trace`][], probes for the other functions). Up: the value, of a complex one
-    the real part. A round with an infinite standard error has no band.
+    The axes. Across: the budget spent, in what `k` counts: products or probes, see
+    `max_k` of [`traceax.Adaptive`][]. Up: the value, of a complex one the real part. A
+    round with an infinite standard error has no band.
 
     **Raises:**
 

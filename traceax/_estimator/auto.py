@@ -3,7 +3,7 @@ from typing import ClassVar
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._adaptive import Adaptive
+from .._adaptive import Adaptive, first_budget
 from .._checks import check_operator, check_positive
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
@@ -27,6 +27,8 @@ def select_trace_estimator(
     3. [`traceax.XTraceEstimator`][] for any other operator;
     4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
 
+    It makes no product.
+
     !!! Example
 
         ```python
@@ -42,7 +44,9 @@ def select_trace_estimator(
     **Arguments:**
 
     - `operator`: a square `lineax` operator.
-    - `k`: the budget of matrix-vector products, a Python integer.
+    - `k`: the budget of matrix-vector products, a Python integer. For a
+        [`traceax.Adaptive`][] pass its `round_size`: the choice is made by that, and not
+        by `max_k`.
 
     **Returns:**
 
@@ -66,7 +70,10 @@ def select_trace_estimator(
 class AutoTraceEstimator(AbstractQuantityEstimator):
     """Picks an estimator from the operator's tags and the budget, before any product.
 
-    The choice is that of [`traceax.select_trace_estimator`][].
+    The choice is that of [`traceax.select_trace_estimator`][], for `k` or, with
+    [`traceax.Adaptive`][], for its `round_size`, whatever `max_k` is. Cost and memory are
+    those of the estimator that is chosen: at most `k` products, and from one block of
+    probes to `3.2 k` vectors of length n.
 
     !!! Example
 
@@ -92,7 +99,7 @@ class AutoTraceEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        budget = k.round_size if isinstance(k, Adaptive) else k
+        budget = first_budget(k)
         chosen = select_trace_estimator(operator, budget)
         return chosen.measure(quantity, operator, k, key, execution)
 

@@ -101,9 +101,12 @@ class AbstractTraceEstimator(eqx.Module):
         execution: AbstractExecution,
     ) -> Estimate:
         """`run`, for any quantity; with `run` alone an estimator knows the trace."""
-        if quantity == Trace():
-            return self.run(operator, k, key, execution)
-        raise refusal(self, quantity)
+        if not isinstance(quantity, Trace):
+            raise refusal(self, quantity)
+        if isinstance(k, Adaptive) and quantity != Trace():
+            how = ", with an adaptive budget, only with a number `k`"
+            raise refusal(self, quantity, how)
+        return self.run(operator, k, key, execution)
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -210,11 +213,14 @@ class Measurement(AbstractTask):
         )
 
 
-def refusal(estimator: AbstractTraceEstimator, quantity: AbstractQuantity) -> ValueError:
+def refusal(
+    estimator: AbstractTraceEstimator, quantity: AbstractQuantity, how: str = ""
+) -> ValueError:
     """The error for a quantity that the estimator does not have."""
+    name = type(quantity).__name__
     return ValueError(
-        f"`{estimator.name}` cannot estimate this quantity, `{type(quantity).__name__}`. "
-        "Use `traceax.HutchinsonEstimator`, which estimates them all, or another one of "
+        f"`{estimator.name}` cannot estimate this quantity, `{name}`{how}. Use "
+        "`traceax.HutchinsonEstimator`, which estimates them all, or another one of "
         "those that the page 'What can be estimated' has for it."
     )
 

@@ -21,7 +21,7 @@ class DiagPlusPlusEstimator(AbstractSketchEstimator):
     Nakatsukasa, arXiv:2208.03268) divides by the squares of probes with their part in $Q$
     removed, and is biased.
 
-    Cost: `k` products, m of them with the adjoint, $O(n k^2)$ operations, about `2.5 k`
+    Cost: `k` products, m of them with the adjoint, $O(n k^2)$ operations, about `2 k`
     vectors of length n. Needs `k >= 3`; for an error bar, `k >= 4`.
 
     !!! Example

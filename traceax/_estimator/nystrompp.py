@@ -35,7 +35,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     or negative semidefinite operators only. Its samples are independent given
     $\hat A$, and all products can be made in one pass over the operator.
 
-    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
+    Cost: `k` products, $O(n k^2)$ operations, about four arrays of `k` vectors of
     length n. Needs `k >= 2`; for an error bar, `k >= 3`.
 
     !!! Example

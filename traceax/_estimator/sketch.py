@@ -22,7 +22,8 @@ from .base import AbstractQuantityEstimator, is_skewed, refusal
 
 
 class Sketch(eqx.Module):
-    """What a sketch estimator makes of its probes.
+    """What a sketch estimator makes of its probes. Below, n is the size of the operator,
+    and m the number of samples.
 
     !!! Example
 
@@ -39,26 +40,30 @@ class Sketch(eqx.Module):
 
     **Attributes:**
 
-    - `samples`: the per-sample estimates of the trace; their mean is the estimate.
-        `None` where the trace is computed from the `expansion`, as other quantities
-        are.
-    - `std_err`: the standard error of that mean.
+    - `samples`: the per-sample estimates of the trace, real or complex, shape `(m,)`;
+        their mean is the estimate. `None` where the trace is computed from the
+        `expansion`, as other quantities are.
+    - `std_err`: the standard error of that mean, real, shape `()`; `None` where
+        `samples` is.
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
-    - `num_matvecs`: columns that the operator was applied to.
+    - `num_matvecs`: columns that the operator was applied to, an integer, which may be
+        traced.
     - `scale`: a factor by which `samples`, `std_err`, `magnitude`, `noise`, `extra` and
-        what `expansion` makes are still to be multiplied.
+        what `expansion` makes are still to be multiplied, real, shape `()`.
     - `magnitude`: about the Frobenius norm of the operator, for estimators that do not
         need a semidefinite one: rounding errors are relative to it where it is larger
-        than the trace.
-    - `semidefinite`: False if the operator was seen not to be positive semidefinite.
-    - `valid`: which samples count; `None` for all.
-    - `extra`: entries for `Solution.stats`.
-    - `expansion`: a function that makes estimates of the whole operator, as many as
-        there are samples, from which linear quantities follow; `None` for the trace
-        alone.
+        than the trace. Real, shape `()`.
+    - `semidefinite`: False if the operator was seen not to be positive semidefinite, a
+        boolean of shape `()`.
+    - `valid`: which samples count, booleans of shape `(m,)`; `None` for all.
+    - `extra`: entries for `Solution.stats`, a dictionary of arrays.
+    - `expansion`: a function without arguments that makes estimates of the whole
+        operator, a [`traceax.internal.AbstractExpansion`][] with as many as there are
+        samples, from which linear quantities follow; `None` for the trace alone.
     - `noise`: a standard error of the trace that the samples do not show, added to
-        theirs in quadrature; an entry of a diagonal gets `noise / sqrt(n)`.
+        theirs in quadrature; an entry of a diagonal gets `noise / sqrt(n)`. Real, shape
+        `()`.
     """
 
     samples: Inexact[Array, " m"] | None
@@ -75,7 +80,8 @@ class Sketch(eqx.Module):
 
 
 class AbstractSketchEstimator(AbstractQuantityEstimator):
-    """An estimator that takes its probes together. Holds arrays of shape `(n, m)`.
+    """An estimator that takes its probes together. It holds arrays of shape `(n, m)`, for
+    m probes.
 
     !!! Example
 
@@ -225,7 +231,9 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
             return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
         if sketch.expansion is None:
-            raise refusal(self, quantity)
+            in_rounds = sketch.valid is not None
+            how = ", with an adaptive budget, only with a number `k`" if in_rounds else ""
+            raise refusal(self, quantity, how)
         skewed = is_skewed(quantity, self.sampler)
         return read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
 

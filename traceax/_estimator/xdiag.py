@@ -6,14 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
-from .._kernel.dense import svd
 from .._kernel.expansion import OneSided
 from .._kernel.growth import extend, put, put_rows, rescale
-from .._kernel.leave_one_out import (
-    leave_one_out,
-    leave_one_out_frame,
-    without_rounding,
-)
+from .._kernel.leave_one_out import leave_one_out_frame, leave_one_out_of
 from .._sampler import AbstractSampler, RademacherSampler
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
@@ -30,7 +25,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
     singular values: fast where they decay. On flat spectra
     [`traceax.HutchinsonEstimator`][] has half the error.
 
-    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about six
+    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about five
     arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
 
     !!! Example
@@ -106,10 +101,8 @@ class XDiagEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         b, m = self.probes_in_round(k.round_size), state.r.shape[1]
         count = jnp.maximum(rounds * b, 1)
-        rotation, s, vh = svd(state.r)
-        s = without_rounding(s, state.r, eps)
-        q, z = state.q @ (rotation * (s > 0)), state.z @ (rotation * (s > 0))
-        loo = leave_one_out(s, vh, eps)
+        rotation, s, vh, loo = leave_one_out_of(state.r, eps)
+        q, z = state.q @ rotation, state.z @ rotation
 
         def expansion():
             lefts = (z @ loo.directions).T

@@ -12,8 +12,8 @@ class XNysDiagEstimator(XNysTraceEstimator):
     remainder plus noise from its other entries alone; probes of the sphere, which serve
     the trace best, add noise from the diagonal itself.
 
-    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
-    length n. Needs `k >= 1`; for an error bar, `k >= 2`.
+    Cost: `k` products, $O(n k^2)$ operations, about `3.2 k` vectors of length n. Needs
+    `k >= 1`; for an error bar, `k >= 2`.
 
     !!! Example
 

@@ -11,6 +11,7 @@ from .._kernel.growth import put
 from .._kernel.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
+    leave_one_out_of,
     standard_errors,
 )
 from .._kernel.nystrom import GrowingNystrom, nystrom, orthonormalise
@@ -29,8 +30,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     semidefinite operators only, for which it is the most accurate choice: its basis is
     twice the size of XTrace's for the same budget.
 
-    Cost: `k` products, $O(n k^2)$ operations, about five arrays of `k` vectors of
-    length n.
+    Cost: `k` products, $O(n k^2)$ operations, about `3.2 k` vectors of length n.
     Needs `k >= 1`; for an error bar, `k >= 2`. The standard error counts
     the correlation of the samples; `stats` has the more conservative jackknife over
     probes as `"jackknife_std_err"`, and as `"independent_std_err"` the published one,
@@ -96,13 +96,13 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         gram = approximation.factor.conj().T @ approximation.factor
         whitener, shift = approximation.whitener, approximation.shift
         p = whitener @ loo.directions
-        matrices = p, whitener, gram
-        samples, without = xnystrace_samples(loo, *matrices, shift, n, self.improved)
+        small = loo, p, whitener
+        samples, without = xnystrace_samples(*small, gram, shift, n, self.improved)
 
         def expansion():
             directions, factor = basis @ loo.directions, approximation.factor
             tall = probes, directions, products, factor
-            return xnystrace_expansion(*tall, loo, p, shift, self.improved)
+            return xnystrace_expansion(*tall, *small, shift, self.improved)
 
         # The frame is that of XTrace for the same probes.
         q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
@@ -153,8 +153,8 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         loo = leave_one_out(s, vh, roundoff)
         coordinates = u @ loo.directions
         p = whitener @ coordinates
-        matrices = p, whitener, gram
-        samples, without = xnystrace_samples(loo, *matrices, shift, n, self.improved)
+        small = loo, p, whitener
+        samples, without = xnystrace_samples(*small, gram, shift, n, self.improved)
         valid = jnp.arange(m) < count
         probes = nystrom.basis @ state.probes
 
@@ -162,19 +162,13 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             products = nystrom.q @ nystrom.r
             factor = (products + shift * nystrom.basis) @ whitener.conj().T
             tall = probes, nystrom.basis @ coordinates, products, factor
-            return xnystrace_expansion(*tall, loo, p, shift, self.improved)
+            return xnystrace_expansion(*tall, *small, shift, self.improved)
 
         std_err, extra = standard_errors(samples, without, valid)
 
-        u, s, vh = svd(nystrom.r @ state.probes)
-        s = jnp.where(s > eps * s[0], s, 0)
-        left, right = leave_one_out_frame(
-            probes,
-            nystrom.q @ (u * (s > 0)),
-            leave_one_out(s, vh, eps),
-            self.improved,
-            count,
-        )
+        rotation, *_, loo = leave_one_out_of(nystrom.r @ state.probes, eps)
+        settings = self.improved, count
+        left, right = leave_one_out_frame(probes, nystrom.q @ rotation, loo, *settings)
         return Sketch(
             samples,
             std_err,

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
-from .._kernel.dense import diagonal, svd
+from .._kernel.dense import diagonal
 from .._kernel.growth import border, extend, put, put_rows, rescale
 from .._kernel.leave_one_out import (
-    leave_one_out,
     leave_one_out_frame,
+    leave_one_out_of,
     standard_errors,
-    without_rounding,
 )
 from .._kernel.two_sided import SmallMatrices, two_sided_samples, TwoSided
 from .._sampler import AbstractSampler, check_resphering, SphereSampler
@@ -29,7 +28,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
     square operator. The error falls with the tail of the singular values: fast where
     they decay, as slowly as Hutchinson's where they do not.
 
-    Cost: $2m$ products, $O(n m^2)$ operations, about seven arrays of m vectors of
+    Cost: $2m$ products, $O(n m^2)$ operations, about six arrays of m vectors of
     length n.
     Needs `k >= 2`; for an error bar, `k >= 4`. The standard error counts
     the correlation of the samples; `stats` has the more conservative jackknife over
@@ -120,10 +119,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape
-        rotation, s, vh = svd(state.small.r)
-        s = without_rounding(s, state.small.r, eps)
-        rotation = rotation * (s > 0)
-        loo = leave_one_out(s, vh, eps)
+        rotation, s, vh, loo = leave_one_out_of(state.small.r, eps)
         samples, without = two_sided_samples(
             state.small, rotation, s, vh, loo, n, self.improved
         )

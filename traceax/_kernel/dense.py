@@ -17,7 +17,7 @@ import jax.experimental.compute_on as _compute_on
 import jax.numpy as jnp
 import jax.random as jr
 import jax.scipy.linalg
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._threefry import fast
 
@@ -212,12 +212,13 @@ def diagonal(x: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
     return x.reshape(-1)[:: len(x) + 1]
 
 
-def safe_norm(x: Inexact[Array, "..."]) -> Real[Array, ""]:
-    """The two-norm of all entries; nothing overflows before x does."""
-    size = jnp.abs(x)
-    largest = jnp.max(size, initial=0)
+def two_norm(tree: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
+    """The root of the sum of the squares of all entries; nothing overflows before they
+    do."""
+    sizes = [jnp.abs(leaf) for leaf in jax.tree.leaves(tree)]
+    largest = ft.reduce(jnp.maximum, [jnp.max(size, initial=0) for size in sizes])
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return unit * jnp.sqrt(jnp.sum((size / unit) ** 2))
+    return unit * jnp.sqrt(sum(jnp.sum((size / unit) ** 2) for size in sizes))
 
 
 def normalise(x: Inexact[Array, "*n"]) -> tuple[Inexact[Array, "*n"], Real[Array, ""]]:

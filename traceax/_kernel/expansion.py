@@ -42,19 +42,34 @@ class AbstractExpansion(eqx.Module):
 
     @abc.abstractmethod
     def own(self) -> Sequence[Pair]:
-        """Pairs of which row j belongs to estimate j."""
+        """What estimates do not share.
+
+        **Returns:**
+
+        Pairs `left, image` of arrays of shape `(m, n)`, of which row j belongs to
+        estimate j. They are added up.
+        """
 
     @abc.abstractmethod
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
     ) -> Real[Array, "*q"] | float:
-        """An unbiased estimate of the covariance of the quantity in two estimates, from
-        those that are `valid`."""
+        """An unbiased estimate of the covariance of the quantity in two estimates.
+
+        **Arguments:**
+
+        - `quantity`: what is read from the estimates.
+        - `valid`: which estimates count, booleans of shape `(m,)`; `None` for all.
+
+        **Returns:**
+
+        A real array of the shape that the quantity reads, or 0.
+        """
 
 
 class Independent(AbstractExpansion):
-    """Estimates that are independent given what they share: row j of the pair `own_pair`
-    is the sample of the remainder by probe j."""
+    """Estimates that are independent given what they share: row j of the pair `own_pair`,
+    arrays of shape `(m, n)`, is the sample of the remainder by probe j."""
 
     shared: Pair
     own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
@@ -75,8 +90,17 @@ class AbstractLeaveOneOut(AbstractExpansion):
 
     @abc.abstractmethod
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
-        """Pairs whose rows j are the change of estimate j when probe `other[j]` is left
-        out of it, too."""
+        """How estimates change when another probe is left out of them, too.
+
+        **Arguments:**
+
+        - `other`: for each estimate j the index of that probe, integers of shape `(m,)`.
+
+        **Returns:**
+
+        Pairs `left, image` of arrays of shape `(m, n)`, whose rows j add up to the change
+        of estimate j.
+        """
 
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import normalise, safe_norm, thin_svd
+from .dense import normalise, thin_svd, two_norm
 
 
 # Basis vectors are kept in buffers of at most this many, of which a step reads those that
@@ -260,7 +260,7 @@ def block_lanczos_advance(
         rest = rest - basis @ (basis.conj().T @ rest)
         scale = jnp.maximum(state.scale, jnp.max(jnp.abs(form)))
         following, s, vh = thin_svd(rest, eps, scale)
-        neglected = safe_norm(rest - following @ (s[:, None] * vh))
+        neglected = two_norm(rest - following @ (s[:, None] * vh))
         # Weak directions of the block have components in the basis that were small beside
         # the strong ones: a second pass, and what it cancels half of was rounding.
         following = following - basis @ (basis.conj().T @ following)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
-from .dense import diagonal
+from .dense import diagonal, svd
 
 
 class LeaveOneOut(eqx.Module):
@@ -64,6 +64,16 @@ def leave_one_out(
     directions = jnp.where(essential, raw / length, 0)
     distance = jnp.where(essential, largest / length, 0)
     return LeaveOneOut(directions, distance, essential, rank)
+
+
+def leave_one_out_of(
+    r: Inexact[Array, "m m"], eps: float
+) -> tuple[Inexact[Array, "m m"], Real[Array, " m"], Inexact[Array, "m m"], LeaveOneOut]:
+    """For `X = Q R`: the singular value decomposition of R, with zero columns and values
+    where they are rounding, and the directions."""
+    u, s, vh = svd(r)
+    s = without_rounding(s, r, eps)
+    return u * (s > 0), s, vh, leave_one_out(s, vh, eps)
 
 
 class Pairs(eqx.Module):

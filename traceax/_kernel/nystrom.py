@@ -39,25 +39,38 @@ def orthonormalise(
 
 
 def nystrom(
-    basis: Inexact[Array, "n m"], products: Inexact[Array, "n m"], eps: float
+    basis: Inexact[Array, "n m"],
+    products: Inexact[Array, "n m"],
+    eps: float,
+    *,
+    indefinite: bool = False,
 ) -> Nystrom:
-    """`basis` is Q (orthonormal or zero columns), `products` is A Q."""
+    """`basis` is Q (orthonormal or zero columns), `products` is A Q. Of an `indefinite` A
+    the part on directions in which Q* A Q is positive."""
     core, size = basis.conj().T @ products, jnp.linalg.norm(products)
-    whitener, shift, semidefinite = whiten(core, size, eps)
+    whitener, shift, semidefinite = whiten(core, size, eps, indefinite=indefinite)
     factor = (products + shift * basis) @ whitener.conj().T
     return Nystrom(factor, whitener, shift, semidefinite)
 
 
 def whiten(
-    core: Inexact[Array, "m m"], size: Real[Array, ""], eps: float
+    core: Inexact[Array, "m m"],
+    size: Real[Array, ""],
+    eps: float,
+    *,
+    indefinite: bool = False,
 ) -> tuple[Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""]]:
     """`whitener`, `shift` and `semidefinite` of [`Nystrom`][], from `core = Q* A Q` and
     `size = ||A Q||_F`."""
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
-    # Directions in which A is negative have no part in an approximation of it.
-    root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
+    if indefinite:
+        root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
+    else:
+        # Leaving out a probe is exact where all of C + shift I is inverted.
+        shift = jnp.maximum(shift, -2 * values[0])
+        root = jnp.sqrt(values + shift)
     whitener = (
         (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
     )

@@ -73,21 +73,24 @@ def xnystrace_expansion(
     factor: Inexact[Array, "n m"],
     loo: LeaveOneOut,
     p: Inexact[Array, "m m"],
+    whitener: Inexact[Array, "m m"],
     shift: Real[Array, ""],
     improved: bool,
 ) -> AbstractExpansion:
     """`directions` has the columns `s_i`, `factor` is B, and `products` those that it was
     made from."""
+    redundant = _redundant(p, whitener, shift)
     p, rest = _unit(p)
-    parts = (factor @ p).T
-    shared, gram = (factor.T, factor.T), p.conj().T @ p
+    parts, shared = (factor @ p).T, (factor.T, factor.T)
+    p = jnp.where(redundant, 0, p)
+    lost, gram = (factor @ p).T, p.conj().T @ p
     if not improved:
         inside = (loo.distance * jnp.sqrt(rest))[:, None] * probes.T - parts
-        return OneSided(shared, parts, parts, inside, gram, products.T, -shift)
+        return OneSided(shared, parts, lost, inside, gram, products.T, -shift)
     number = len(probes) - loo.rank + loo.essential.astype(int)
     root = jnp.sqrt(rest)
     overlap = loo.directions.conj().T @ loo.directions
-    arrays = shared, products.T, parts, directions.T, number, root, gram, overlap
+    arrays = shared, products.T, parts, lost, directions.T, number, root, gram, overlap
     return _Resphered(*arrays, -shift)
 
 
@@ -95,6 +98,7 @@ class _Resphered(AbstractLeaveOneOut):
     """Estimate j is `B (I - p_j p_j*) B* + c_j |p_j|^-1 B p_j s_j*`, p_j a unit vector.
 
     - `parts`, `directions`: rows `B p_j` and `s_j`.
+    - `lost`: what the others lack without probe j: `B p_j`, or 0 if it is redundant.
     - `number`, `root`: `c_j` and the inverse length of `p_j` before it was scaled.
     - `gram`, `overlap`: of the `p_j` and of the `s_j`.
     """
@@ -102,6 +106,7 @@ class _Resphered(AbstractLeaveOneOut):
     shared: Pair
     products: Inexact[Array, "m n"]
     parts: Inexact[Array, "m n"]
+    lost: Inexact[Array, "m n"]
     directions: Inexact[Array, "m n"]
     number: Real[Array, " m"]
     root: Real[Array, " m"]
@@ -117,7 +122,7 @@ class _Resphered(AbstractLeaveOneOut):
         index = jnp.arange(len(other))
         across = self.gram[index, other][:, None]
         det = Pairs.of(self.gram).det[index, other][:, None]
-        part = self.parts[other] - across * self.parts
+        part = self.lost[other] - across * self.parts
         # Each probe that is left out and has a direction of its own adds 1 to c.
         more = self.number + (self.root > 0)[other]
         mixed = self.overlap[other, index][:, None] * self.directions[other]

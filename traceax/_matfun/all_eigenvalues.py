@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import attach
-from .._kernel.dense import diagonal, eigh, safe_norm, svd
+from .._kernel.dense import diagonal, eigh, svd, two_norm
 from .._kernel.small_matrix import rounded
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction
@@ -34,7 +34,7 @@ def exact_trace_of_function(
         skew = matrix - matrix.conj().T
         nodes, left = eigh((matrix + matrix.conj().T) / 2)
         right, ends = left.conj().T, [0, -1]
-        noise = safe_norm(skew) / (2**0.5 * operator.size)
+        noise = two_norm(skew) / (2**0.5 * operator.size)
     values = values_at(function, nodes, operator.eps)
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
@@ -48,7 +48,7 @@ def exact_trace_of_function(
     extra = {"ritz_values": extremes}
     if function.bracketed:
         extra["bracket"] = jnp.stack([value, value])
-    bounds = _bounds(value, change)
+    bounds = bounds_around(value, change)
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
     frame = gradient.frame(function, left, eye, eye)
@@ -65,9 +65,13 @@ def exact_trace_of_function(
     )
 
 
-def _bounds(value: Real[Array, ""], change: Real[Array, ""]) -> Real[Array, "2 2"]:
+def bounds_around(
+    value: Real[Array, "*n"], change: Real[Array, "*n"]
+) -> Real[Array, "2 2 *n"]:
+    """`Estimate.bounds` of an exact value that rounding may `change` by so much."""
     zero = jnp.zeros_like(change)
-    return jnp.stack([value - change, zero, value + change, zero]).reshape(2, 2)
+    ends = jnp.stack([value - change, zero, value + change, zero])
+    return ends.reshape(2, 2, *value.shape)
 
 
 def _of_general_matrix(
@@ -86,7 +90,7 @@ def _of_general_matrix(
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
     # Terms may also cancel within each entry of the diagonal.
-    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * safe_norm(of_matrix)
+    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * two_norm(of_matrix)
     size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
     lost = jnp.isfinite(change) & (change > size)
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
@@ -102,7 +106,7 @@ def _of_general_matrix(
         rounding=0.0,
         result=first_failure(in_domain, failure(lost, RESULTS.precision_lost)),
         extra=extra,
-        bounds=_bounds(value.real, change),
+        bounds=bounds_around(value.real, change),
     )
 
 
@@ -118,7 +122,7 @@ def _rounding(
     The matrix has errors E of size `error`, of its entries and of the factorisation. To
     first order they change `tr f(A)` by `tr(f'(A) E)`. Where f has a steep part of less
     than that size, they change values by as much as these have `moved` with the nodes."""
-    change = safe_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
+    change = two_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
     change = change + jnp.finfo(nodes.dtype).eps * jnp.sum(jnp.abs(values))
     return change, jnp.isfinite(change) & (change > 0.02 * size)

@@ -12,7 +12,7 @@ from .._kernel.lanczos import unit
 from .._kernel.small_matrix import rounded
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
-from .quadratic_form import QuadraticForm
+from .quadratic_form import finite, QuadraticForm
 
 
 class Arnoldi(AbstractKrylovMethod):
@@ -116,10 +116,9 @@ class Arnoldi(AbstractKrylovMethod):
         # Terms may also cancel.
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
-        # Not infinite, so that moments of such errors are defined.
-        error = jnp.minimum(error, jnp.finfo(error.dtype).max ** 0.75)
         square = run.norm**2
-        finite = jnp.where(jnp.isfinite(moved[0]), jnp.abs(moved[0]), 0)
+        error = finite(error, square)
+        sensitivity = jnp.where(jnp.isfinite(moved[0]), jnp.abs(moved[0]), 0)
         ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]
         return QuadraticForm(
             value=square.astype(value.dtype) * value,
@@ -129,7 +128,7 @@ class Arnoldi(AbstractKrylovMethod):
             right=gradient[None],
             residual=run.residual * jnp.abs(slope[last]) / jnp.where(size > 0, size, 1),
             bracket=square * (value.real + jnp.stack([-error, error])),
-            magnitude=square * jnp.maximum(jnp.abs(value), finite),
+            magnitude=square * jnp.maximum(jnp.abs(value), sensitivity),
             rounding=square * (again - value),
             extremes=ends,
         )
@@ -142,10 +141,12 @@ def _fill(
 ) -> Inexact[Array, "s s"]:
     """H with numbers of the function's domain on the diagonal after a breakdown."""
     missing = jnp.max(jnp.abs(basis), axis=1) == 0
-    inside = matrix[0, 0]
-    if function.semidefinite_domain:
-        largest = jnp.max(jnp.abs(matrix))
-        inside = jnp.where(largest > 0, largest, 1).astype(matrix.dtype)
+    first, largest = matrix[0, 0], jnp.max(jnp.abs(matrix))
+    inside = jnp.where(largest > 0, largest, 1).astype(matrix.dtype)
+    if not function.semidefinite_domain:
+        # That of a skew operator is 0, where a callable may have a pole.
+        eps = float(jnp.finfo(matrix.dtype).eps)
+        inside = jnp.where(jnp.abs(first) > eps * largest, first, inside)
     return matrix + jnp.diag(jnp.where(missing, inside, 0))
 
 

@@ -83,12 +83,6 @@ class Difference(AbstractKrylovMethod):
             bracket=a.bracket - b.bracket[::-1],
             magnitude=a.magnitude + b.magnitude,
             rounding=a.rounding - b.rounding,
-            extremes=worse(a.extremes, b.extremes),
+            extremes=jnp.stack([a.extremes, b.extremes]),
             unresolved=a.unresolved + b.unresolved,
         )
-
-
-def worse(a: Real[Array, "2"], b: Real[Array, "2"]) -> Real[Array, "2"]:
-    """The Ritz values of the operator that is nearer to leaving a domain."""
-    size_a, size_b = jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))
-    return jnp.where(a[0] * size_b <= b[0] * size_a, a, b)

@@ -207,6 +207,16 @@ def _first_order_only_rule(primals, tangents) -> Any:
     return primals[0], tangents[0]
 
 
+def check_of_eigenvalues(function: AbstractSpectralFunction) -> None:
+    if function.of_singular_values:
+        raise ValueError(
+            "`function` must be one of eigenvalues here. Found "
+            f"`{type(function).__name__}`, of singular values. For that of a positive "
+            "semidefinite operator pass a function of eigenvalues; for traces use "
+            "`traceax.trace_of_function`."
+        )
+
+
 def function_of(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction | Callable[[Any], Any],
@@ -258,7 +268,7 @@ def function_of(
 
     - `TypeError`: `operator`, `function` or `num_steps` is not of its kind.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `num_steps` is
-        below 1.
+        below 1; `function` is one of singular values.
 
     ??? cite
 
@@ -280,6 +290,7 @@ def function_of(
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     flat = flatten(operator)
     function = as_spectral_function(function, flat.dtype)
+    check_of_eigenvalues(function)
     real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:

@@ -34,6 +34,12 @@ class GolubKahan(AbstractKrylovMethod):
     with at least as many rows as columns: in a step one product with it and one with its
     adjoint. $A^* A$ is never formed.
 
+    Cost: `num_steps` products for each probe and as many with the adjoint, and for an
+    m by n operator `O((m + n) num_steps^2)` operations, with `window=0` `O((m + n)
+    num_steps)`. Memory: `num_steps` vectors of length n and as many of length m for each
+    probe of a block; with `window=0` and no derivative, those of a step. The buffers are
+    of the largest number of steps that [`traceax.AdaptiveSteps`][] allows.
+
     !!! Example
 
         ```python
@@ -53,6 +59,21 @@ class GolubKahan(AbstractKrylovMethod):
     **Attributes:**
 
     - `window`: as for [`traceax.Lanczos`][].
+
+    ??? cite
+
+        ```bibtex
+        @article{golub1965calculating,
+            author  = {Golub, Gene H. and Kahan, William},
+            title   = {Calculating the Singular Values and Pseudo-Inverse of a Matrix},
+            journal = {Journal of the Society for Industrial and Applied Mathematics,
+                       Series B: Numerical Analysis},
+            volume  = {2},
+            number  = {2},
+            pages   = {205--224},
+            year    = {1965},
+        }
+        ```
     """
 
     window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
@@ -104,8 +125,10 @@ class GolubKahan(AbstractKrylovMethod):
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
         lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
         if lower_bound is not None:
-            known = jnp.minimum(jnp.asarray(lower_bound, s.dtype) / unit_of, nodes[-1])
-            lower = jnp.maximum(known, lower)
+            bound = jnp.asarray(lower_bound, s.dtype) / unit_of
+            known = jnp.maximum(jnp.minimum(bound, nodes[-1]), lower)
+            # A bound that is above a Ritz value is none.
+            lower = jnp.where(bound - nodes[-1] > 8 * eps, lower, known)
         border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
         if function.bracketed:
             factor = _bidiagonal(diagonal, above[:-1])
@@ -122,8 +145,8 @@ class GolubKahan(AbstractKrylovMethod):
 
             edge = (diagonal[run.last] * border)[None]
             squared = Compression(tridiagonal(alpha, beta), edge, nodes**2, vh.T)
-            first = jnp.ones(1, bool)
-            bracket = bracket_of(function, value, squared, first, lower**2, of_squares)
+            parts = value, squared, jnp.ones(1, bool), lower**2, of_squares
+            bracket = bracket_of(function, *parts, factor=square)
 
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")

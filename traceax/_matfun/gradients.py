@@ -115,6 +115,22 @@ class LanczosGradient(AbstractFunctionGradient):
 
     - `columns`: of L and R, for each probe. The derivative costs as many products with
         that of the operator, and keeps two vectors of length n for each.
+
+    ??? cite
+
+        With one column, for log-determinants:
+
+        ```bibtex
+        @inproceedings{dong2017scalable,
+            author    = {Dong, Kun and Eriksson, David and Nickisch, Hannes and Bindel,
+                         David and Wilson, Andrew Gordon},
+            title     = {Scalable Log Determinants for {Gaussian} Process Kernel
+                         Learning},
+            booktitle = {Advances in Neural Information Processing Systems},
+            volume    = {30},
+            year      = {2017},
+        }
+        ```
     """
 
     columns: int = eqx.field(static=True, default=4, converter=plain_integer)
@@ -141,7 +157,7 @@ LanczosGradient.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` if it is not a positive integer.
+`ValueError` if it is not a positive Python integer.
 """
 
 
@@ -212,6 +228,9 @@ class SolveGradient(AbstractFunctionGradient):
         slope, count = jnp.vdot(left, right).real, jnp.vdot(probes, probes).real
         mean = jnp.abs(slope / (coefficient * count))
         unit = jnp.where(jnp.isfinite(mean) & (mean > 0), mean, 1) ** (-1 / num_solves)
+        # `lineax.CG` breaks down where an eigenvalue is below 200 n eps.
+        limit = 200 * len(right) * float(jnp.finfo(right.dtype).eps)
+        unit = unit / max(1, 4 * limit)
         return SolvedFrame(probes, unit, self.solver, coefficient, num_solves, hermitian)
 
 

@@ -42,7 +42,7 @@ class AbstractKrylovMethod(eqx.Module):
         operator = lx.MatrixLinearOperator(2 * jnp.eye(100), lx.symmetric_tag)
         estimator = tx.SLQEstimator(krylov=Shallow())
         solution = tx.trace_of_function(
-            operator, tx.Exp(), estimator, k=4, num_steps=9, key=jax.random.key(0)
+            operator, tx.Exp(), estimator, k=4, key=jax.random.key(0)
         )
         print(f"{solution.value:.1f}")  # 738.9
         ```

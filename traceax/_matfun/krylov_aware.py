@@ -62,10 +62,11 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     decaying spectrum. On a flat spectrum half of the probes are spent without gain.
 
     Cost: without `block` at most `k * num_steps` products; $O(n (b d)^2)$ operations.
-    Memory: `b * d` vectors of length n (with `Adaptive` `max_k * num_steps / 2`, and a
-    dense eigenvalue problem of that size each time that it grows), and those of the
-    other probes that run at a time. Needs `k >= 3`, with a `block` `k >= 1`. The
-    quadrature error is in `stats` as with [`traceax.SLQEstimator`][].
+    Memory: it keeps `b * d` vectors of length n, without `block` about `k * num_steps /
+    2` (with `Adaptive` `max_k * num_steps / 2`, and a dense eigenvalue problem of that
+    size each time that it grows); the peak is about twice that, and with a derivative
+    about five times. Needs `k >= 3`, with a `block` `k >= 1`. The quadrature error is in
+    `stats` as with [`traceax.SLQEstimator`][].
 
     With [`traceax.AdaptiveSteps`][], so if `num_steps` is left out, `num_steps` above is
     what the first probe takes before anything is deflated, and memory is that of

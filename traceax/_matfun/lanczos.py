@@ -28,7 +28,13 @@ from .quadratic_form import (
 
 class Lanczos(AbstractKrylovMethod):
     """Lanczos, for functions of the eigenvalues of a Hermitian operator: one product in a
-    step, and with `window=None` one vector of length n kept for each step.
+    step, and with `window=None` one vector of length n kept for each step. Gauss and
+    Gauss-Radau rules from the tridiagonal matrix give the value and its bracket.
+
+    Cost: `num_steps` products for each probe, and `O(n num_steps^2)` operations, with
+    `window=0` `O(n num_steps)`. Memory: `num_steps` vectors of length n for each probe
+    of a block; with `window=0` and no derivative, those of a step. The buffers are of
+    the largest number of steps that [`traceax.AdaptiveSteps`][] allows.
 
     !!! Example
 
@@ -52,6 +58,28 @@ class Lanczos(AbstractKrylovMethod):
     - `window`: how many of the last basis vectors each new one is orthogonalised against.
         `None`: all, so that rounding errors play no role. 0: none, which is fastest, and
         needs more steps for the same accuracy once Ritz values have converged.
+
+    ??? cite
+
+        ```bibtex
+        @article{lanczos1950iteration,
+            author  = {Lanczos, Cornelius},
+            title   = {An Iteration Method for the Solution of the Eigenvalue Problem of
+                       Linear Differential and Integral Operators},
+            journal = {Journal of Research of the National Bureau of Standards},
+            volume  = {45},
+            number  = {4},
+            pages   = {255--282},
+            year    = {1950},
+        }
+
+        @book{golub2010matrices,
+            author    = {Golub, Gene H. and Meurant, G{\\'e}rard},
+            title     = {Matrices, Moments and Quadrature with Applications},
+            publisher = {Princeton University Press},
+            year      = {2010},
+        }
+        ```
     """
 
     window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
@@ -106,7 +134,8 @@ class Lanczos(AbstractKrylovMethod):
         border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)
         compression = Compression(matrix, border[None], nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
-        bracket = bracket_of(function, value, compression, first, lower, largest=largest)
+        known = {"largest": largest, "factor": square}
+        bracket = bracket_of(function, value, compression, first, lower, **known)
 
         slopes = slopes_at(function, used, eps)
         slope = apply_to_first(nodes, vectors, slopes)

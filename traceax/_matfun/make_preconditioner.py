@@ -42,7 +42,8 @@ def assemble(
     least: Scalar | None = None,
 ) -> Preconditioner:
     """From `products = A basis`, the basis orthonormal or with zero columns; `structure`
-    is that of a vector."""
+    is that of a vector. `least` is the smallest eigenvalue of `P^-1 A` that there may be
+    where the shift is as asked; it is made larger where rounding would drown it."""
     real = jnp.finfo(flat.dtype).dtype
     products, unit = normalise(products)
     size = jnp.linalg.norm(products)
@@ -56,10 +57,14 @@ def assemble(
         # definite on the basis.
         shift = 0.9 * smallest
     floor = flat.eps * jnp.where(size > 0, size, 1) * unit
-    shift = jnp.maximum(jax.lax.stop_gradient(jnp.asarray(shift, real)), floor)
+    asked = jax.lax.stop_gradient(jnp.asarray(shift, real))
+    shift = jnp.maximum(asked, floor)
+    if least is not None:
+        least = least * jnp.maximum(asked, 0) / shift
     share = jnp.where(smallest > shift, shift / smallest, 1)
     relative = (shift / unit).astype(flat.dtype)
-    approximation = nystrom(basis, products - relative * basis, flat.eps)
+    rest = products - relative * basis
+    approximation = nystrom(basis, rest, flat.eps, indefinite=True)
     vectors, s, _ = thin_svd(approximation.factor, flat.eps)
     return Preconditioner(
         vectors=vectors,
@@ -201,7 +206,9 @@ def pivoted_cholesky_preconditioner(
 
     **Returns:**
 
-    A `Preconditioner`, for `rank` products and `O(n r^2)` operations.
+    A `Preconditioner`, from `rank` products, one after another, and `O(n r^2)`
+    operations. While pivots are chosen three arrays of r vectors of length n are held,
+    at the end several, and one is kept.
 
     **Raises:**
 

@@ -9,9 +9,10 @@ from jaxtyping import Array, Inexact, Real
 
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
-from .._kernel.dense import eigh
+from .._kernel.dense import eigh, normalise, two_norm
 from .._kernel.frechet import divided_differences
 from .._solution import Estimate, failure, first_failure, RESULTS
+from .all_eigenvalues import bounds_around
 from .function_of import first_order_only
 from .functions import AbstractSpectralFunction
 from .quadratic_form import check_domain, slopes_at, values_at
@@ -36,13 +37,12 @@ def exact_diagonal_of_function(
     in_domain = check_domain(function, operator, ends, jnp.sum(values))
     # To first order an E changes the diagonal of f(A) by about that of f'(A) E.
     eps = jnp.finfo(nodes.dtype).eps
-    squares = jnp.abs(vectors) ** 2
-    change = eps * jnp.max(jnp.abs(nodes)) * jnp.sqrt(_mean(squares, slopes**2))
-    change = change + eps * _mean(squares, jnp.abs(values))
+    squares, (relative, steepest) = jnp.abs(vectors) ** 2, normalise(slopes)
+    moved = eps * jnp.max(jnp.abs(nodes)) * jnp.sqrt(_mean(squares, relative**2))
+    change = steepest * moved + eps * _mean(squares, jnp.abs(values))
     size = _mean(squares, jnp.abs(values) + jnp.abs(nodes * slopes))
-    lost = jnp.linalg.norm(change) > 0.02 * jnp.linalg.norm(size)
+    lost = two_norm(change) > 0.02 * two_norm(size)
     zero, real = jnp.zeros_like(change), jax.lax.stop_gradient(value.real)
-    bounds = jnp.stack([real - change, zero, real + change, zero])
     return Estimate(
         value=value,
         std_err=zero,
@@ -51,7 +51,7 @@ def exact_diagonal_of_function(
         rounding=0.0,
         result=first_failure(in_domain, failure(lost, RESULTS.precision_lost)),
         extra={"ritz_values": ends, "truncation_error": zero[0]},
-        bounds=bounds.reshape(2, 2, -1),
+        bounds=bounds_around(real, change),
     )
 
 

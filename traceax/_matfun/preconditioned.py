@@ -96,6 +96,7 @@ class Preconditioned(AbstractFunctionEstimator):
 
     Cost: that of the estimator, for an operator one product of which costs one with A and
     two with $P^{-1/2}$. The products that P was made from count in `"num_matvecs"`.
+    Memory: that of the estimator, and what P holds.
 
     **Attributes:**
 

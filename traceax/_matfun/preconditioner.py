@@ -114,15 +114,19 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
     @property
     @abc.abstractmethod
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """n, a Python integer: the number of rows of P, which is that of A."""
 
     @property
     @abc.abstractmethod
-    def logdet(self) -> Real[Array, ""]: ...
+    def logdet(self) -> Real[Array, ""]:
+        """$\\log\\det P$, exactly: real, of shape `()`."""
 
     @property
     @abc.abstractmethod
-    def largest(self) -> Real[Array, ""]: ...
+    def largest(self) -> Real[Array, ""]:
+        """The largest eigenvalue of P: real, of shape `()`. A lower bound of A divided by
+        it is one of $P^{-1/2} A P^{-1/2}$."""
 
     @property
     def least(self) -> Real[Array, ""] | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
-from .._kernel.dense import eigh, safe_norm
+from .._kernel.dense import eigh, two_norm
 from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
 from .._solution import failure, RESULTS
@@ -18,25 +18,29 @@ from .functions import AbstractSpectralFunction
 
 
 class QuadraticForm(eqx.Module):
-    """The quadratic form of one probe z with a function of A, with its bracket and
-    derivative.
+    """The quadratic form of one probe z, shape `(n,)`, with a function of A, an m by n
+    operator, with its bracket and derivative. Fields for which no shape is given are
+    real, of shape `()`.
 
-    - `value`: the Gauss rule for `z* f(A) z`.
+    - `value`: the Gauss rule for `z* f(A) z`, complex where f(A) is.
     - `deviation`: the root of the Gauss rule for `z* (f(A) - c)^2 z`, c the mean of f in
         its rule for z. In the root mean square over z, about `||f(A) - c||_F`.
-    - `left`, `right`: rows L_j and R_j with `sum_j Re(L_j* dA R_j)` the derivative of the
-        form in a direction dA, or in the mean over z that of its mean.
+    - `left`, `right`: shapes `(r, m)` and `(r, n)`, rows L_j and R_j with
+        `sum_j Re(L_j* dA R_j)` the derivative of the form in a direction dA, or in the
+        mean over z that of its mean.
     - `residual`: of `A f'(A) z` (for a function of singular values `A* U f'(S) V* z`),
         relative to what it should be; for the logarithm that of the solve `A x = z`.
-    - `bracket`: lower and upper bound of `z* f(A) z`, by Gauss and Gauss-Radau where
-        these are known to be on both sides, and estimated elsewhere.
+    - `bracket`: shape `(2,)`, lower and upper bound of `z* f(A) z`, by Gauss and
+        Gauss-Radau where these are known to be on both sides, and estimated elsewhere.
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
-        twice are taken the other time, which only rounding tells apart.
+        twice are taken the other time, which only rounding tells apart; of its dtype.
     - `unresolved`: how far it may be off where singular values cannot be told from zero,
         or nearly so.
-    - `extremes`: smallest and largest Ritz value; for operators that are not Hermitian
-        those of the Hermitian part, between which the real parts of all are.
+    - `extremes`: shape `(2,)`, smallest and largest Ritz value; by Golub-Kahan, singular
+        value of the bidiagonal matrix; by Arnoldi, eigenvalue of the Hermitian part of
+        the Hessenberg matrix, between which the real parts of its eigenvalues are. Of
+        several operators `(r, 2)`.
     - `spread`: about the standard deviation of the form over z where one z tells it, in
         the root mean square; elsewhere 0.
     """
@@ -49,7 +53,7 @@ class QuadraticForm(eqx.Module):
     bracket: Real[Array, "2"]
     magnitude: Real[Array, ""]
     rounding: Inexact[Array, ""]
-    extremes: Real[Array, "2"]
+    extremes: Real[Array, "*r 2"]
     unresolved: Real[Array, ""] | float = 0.0
     spread: Real[Array, ""] | float = 0.0
 
@@ -141,9 +145,25 @@ def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
 
-def span(extremes: Real[Array, "k 2"]) -> Real[Array, "2"]:
-    """The smallest and the largest of all Ritz values."""
-    return jnp.stack([jnp.min(extremes[:, 0]), jnp.max(extremes[:, 1])])
+def span(
+    extremes: Real[Array, "k *r 2"], count: Real[Array, " k"] | None = None
+) -> Real[Array, "*r 2"]:
+    """The smallest and the largest of all Ritz values; where a `count` is 0, there are
+    none."""
+    if count is not None:
+        index = jnp.arange(len(count))
+        extremes = extremes[jnp.where(count > 0, index, jnp.argmax(count > 0))]
+    ends = jnp.min(extremes[..., 0], axis=0), jnp.max(extremes[..., 1], axis=0)
+    return jnp.stack(ends, axis=-1)
+
+
+def worst(extremes: Real[Array, "*r 2"]) -> Real[Array, "2"]:
+    """Of several operators, the Ritz values of the one that is nearest to leaving a
+    domain."""
+    if extremes.ndim == 1:
+        return extremes
+    size = jnp.max(jnp.abs(extremes), axis=-1)
+    return extremes[jnp.argmin(extremes[:, 0] / jnp.where(size > 0, size, 1))]
 
 
 def outside_domain(
@@ -163,7 +183,7 @@ def outside_domain(
         if function.singular_at_zero:
             return smallest <= roundoff(extremes, operator.eps)
         if function.semidefinite_domain:
-            return smallest < -operator.eps * operator.size**0.5 * size
+            return smallest < -operator.rounding * size
     return jnp.isfinite(size) & ~jnp.isfinite(value)
 
 
@@ -214,13 +234,17 @@ def lower_end(
     nodes, singular = compression.nodes, function.singular_at_zero
     lower = roundoff(nodes, eps) if singular else jnp.zeros_like(nodes[0])
     if not function.semidefinite_domain:
-        beyond = nodes[0] - safe_norm(compression.border)
+        beyond = nodes[0] - two_norm(compression.border)
         lower = jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
     if lower_bound is None:
         return lower
-    known = jnp.minimum(jnp.asarray(lower_bound, nodes.dtype), nodes[0])
+    bound = jnp.asarray(lower_bound, nodes.dtype)
+    known = jnp.minimum(bound, nodes[0])
     # Rounding may leave a Ritz value below the domain.
-    return jnp.maximum(known, lower) if function.semidefinite_domain else known
+    known = jnp.maximum(known, lower) if function.semidefinite_domain else known
+    # A bound that is above a Ritz value is none.
+    wrong = bound - nodes[0] > 8 * eps * jnp.max(jnp.abs(nodes))
+    return jnp.where(wrong, lower, known)
 
 
 def integral(
@@ -261,10 +285,12 @@ def bracket_of(
     lower: Real[Array, ""],
     at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
     largest: Real[Array, ""] | float = -jnp.inf,
+    factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of the form whose Gauss rule is `value`; `lower` is a lower
-    bound of the spectrum, and `largest` an eigenvalue that is certain to exist.
-    `at_nodes` are the values of the function at the nodes, if they are known.
+    """Lower and upper bound of the form whose Gauss rule is `value`, and which is to be
+    multiplied by a `factor`; `lower` is a lower bound of the spectrum, and `largest` an
+    eigenvalue that is certain to exist. `at_nodes` are the values of the function at the
+    nodes, if they are known.
 
     Where no bound is proven, the truth is taken to be within twice the largest
     difference from three other rules: Gauss-Radau at either end, and Gauss with one step
@@ -282,21 +308,25 @@ def bracket_of(
         exactly = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
         other = integral(exactly, eigh(below), measured)
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-    rest = safe_norm(compression.border)
+    rest = two_norm(compression.border)
     upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
     above = -radau(-compression, -upper)
     rules = eigh(jnp.stack([below, above, shorter(compression)]))
     others = jax.vmap(lambda rule: integral(values, rule, measured))(rules)
     differences = jnp.abs(others - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
-    limits = jnp.finfo(value.dtype)
-    # Not infinite, so that moments of such errors are defined.
-    error = jnp.minimum(2 * jnp.max(differences), limits.max**0.75)
-    error = error + _sensitivity(values, compression, measured)
+    error = 2 * jnp.max(differences) + _sensitivity(values, compression, measured)
+    error = finite(error, factor)
     low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])
+
+
+def finite(error: Real[Array, ""], factor: Real[Array, ""] | float) -> Real[Array, ""]:
+    """An error that is to be multiplied by a `factor`, and not infinite then, so that
+    moments of such errors are defined."""
+    return jnp.minimum(error, jnp.finfo(error.dtype).max / (8 * jnp.maximum(factor, 1)))
 
 
 def combine(

@@ -115,10 +115,7 @@ def stream_forms(
 
     def merge(parts):
         moments, extremes = parts
-        # Of no samples, the extremes are 0.
-        made = moments.count[:, None] > 0
-        extremes = jnp.where(made, extremes, extremes[jnp.argmax(made)])
-        return FormMoments.merge(moments), span(extremes)
+        return FormMoments.merge(moments), span(extremes, moments.count)
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity

@@ -19,7 +19,7 @@ from .golub_kahan import GolubKahan
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
-from .quadratic_form import check_domain, check_precision
+from .quadratic_form import check_domain, check_precision, worst
 from .samples import stream_forms
 from .steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 
@@ -60,9 +60,13 @@ class SLQEstimator(AbstractFunctionEstimator):
         print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
         ```
 
-    Further entries of `stats` are `"ritz_values"`, shape `(2,)`, the smallest and the
-    largest Ritz value, and `"gradient_residual"`, shape `(k,)`, for a Hermitian operator
-    the relative residual of $f'(A) z_i$ from the Krylov space of each probe.
+    Further entries of `stats` are `"ritz_values"`, shape `(2,)`, and
+    `"gradient_residual"`, shape `(k,)`, for a Hermitian operator the relative residual of
+    $f'(A) z_i$ from the Krylov space of each probe. The former are the smallest and the
+    largest number that was found, by Lanczos of the Ritz values, by Golub-Kahan of the
+    singular values of the bidiagonal matrices, and by Arnoldi of the eigenvalues of the
+    Hermitian part of the Hessenberg matrices, between which the real parts of its
+    eigenvalues are.
 
     **Attributes:**
 
@@ -145,7 +149,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         settings = operator, function, gradient, k, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
-        moments, extremes = streamed.summary
+        moments, extremes = streamed.summary[0], worst(streamed.summary[1])
         sample_errors, _, residuals = streamed.others
         low, high, rounding, magnitude, *_ = moments.mean_errors
         extra = {"gradient_residual": residuals, "ritz_values": extremes}

@@ -90,7 +90,8 @@ class SpectralDensity(eqx.Module):
         The pair `density, std_err`, both of the shape of `t`, in units of one over those
         of the eigenvalues. The integral of the density is 1. `std_err` is the standard
         error of the mean over probes at each point alone, `inf` with one probe; errors at
-        neighbouring points are alike.
+        neighbouring points are alike. No product is made; memory is an array of
+        `points * k * num_steps` numbers, so use `jax.lax.map` for very many points.
 
         **Raises:**
 
@@ -122,7 +123,8 @@ class SpectralDensity(eqx.Module):
 
         **Returns:**
 
-        The pair `fraction, std_err`, both of the shape of `t`; see `__call__`.
+        The pair `fraction, std_err`, both of the shape of `t`; see `__call__`, whose
+        memory it takes.
 
         **Raises:**
 

@@ -182,11 +182,11 @@ def choose_steps_of_form(
 ) -> Int[Array, ""]:
     """How many steps a quadratic form with this probe takes. `excess` is of its value,
     its bracket and its deviation; `bound` is a lower one of the eigenvalues."""
-    constants = freeze((function, bound))
     least = 1 if function.bracketed else 4
+    function, bound = freeze((function, bound))
 
     def look(flat, state, made):
-        form = krylov.read(flat, state, made, *constants, columns=1)
+        form = krylov.read(flat, state, made, function, bound, 1)
         return excess(form.value, form.bracket, form.deviation)
 
     return choose_steps(adaptive, krylov, operator, probe, least, look, execution)

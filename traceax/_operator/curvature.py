@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Scalar, Shaped
 
 from .._checks import check_positive
@@ -16,14 +17,20 @@ _Point = TypeVar("_Point", bound=PyTree)
 _SEMIDEFINITE = (lx.positive_semidefinite_tag, lx.symmetric_tag)
 
 
+def _on_device(x: PyTree) -> PyTree:
+    """NumPy's arrays as arrays of JAX: NumPy does not know that bfloat16 is inexact."""
+    return jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
+
+
 def _jacobian(
     fn: Callable[[_Point], PyTree[Array]], x: _Point, tags: object = ()
 ) -> lx.JacobianLinearOperator:
     """Jacobian of `fn` in the floating-point arrays of `x`, the rest held constant."""
-    params, static = eqx.partition(x, eqx.is_inexact_array)
+    params, static = eqx.partition(_on_device(x), eqx.is_inexact_array)
     leaves = jax.tree.leaves(params)
     if not leaves or any(jnp.iscomplexobj(leaf) for leaf in leaves):
-        found = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(x)})
+        arrays = filter(eqx.is_array_like, jax.tree.leaves(x))
+        found = sorted({str(jnp.result_type(leaf)) for leaf in arrays})
         raise TypeError(
             "`x` must hold at least one real floating-point array, and no complex one. "
             f"Found leaves of dtype {found}. Pass complex parameters as their real and "
@@ -123,7 +130,7 @@ def _mean(
 ) -> lx.FunctionLinearOperator:
     """The mean over batches of `make(*fns, x)`, one product a pass over the data."""
     batches = _check_batches(batches, at_once)
-    structure = jax.eval_shape(lambda: eqx.filter(x, eqx.is_inexact_array))
+    structure = jax.eval_shape(lambda: eqx.filter(_on_device(x), eqx.is_inexact_array))
     product = _MeanProduct(make, fns, x, batches, at_once)
     operator = lx.FunctionLinearOperator(product, structure, tags, closure_convert=False)
     # This checks `x` and what the functions return.
@@ -169,7 +176,8 @@ def hessian(
 
     A symmetric-tagged operator on PyTrees of the structure of `equinox.filter(x,
     equinox.is_inexact_array)`. One product costs about two gradients, of the whole data
-    where there are batches.
+    where there are batches. Memory without batches: what a gradient of `f` keeps, and
+    about as much again for each vector of a block of probes.
 
     **Raises:**
 
@@ -221,7 +229,10 @@ def ggn(
     **Returns:**
 
     A positive-semidefinite-tagged operator. One product costs about one forward-mode
-    and one reverse-mode derivative of `model`, and with batches an evaluation.
+    and one reverse-mode derivative of `model`, and with batches an evaluation. Memory
+    without batches: what a gradient through `model` and `loss` keeps, as long as the
+    operator lives, and for each vector of a block of probes what goes through `model`
+    once forward and once backward.
 
     **Raises:**
 
@@ -256,6 +267,7 @@ def jacobian_gram(
     f: Callable[[_Point], PyTree[Array]], x: _Point
 ) -> lx.TaggedLinearOperator:
     """The Gram matrix $J^T J$ of the Jacobian of `f` at `x`; its trace is $\\|J\\|_F^2$.
+    Complex outputs count as their real and imaginary parts.
 
     !!! Example
 
@@ -269,20 +281,26 @@ def jacobian_gram(
 
     **Arguments:**
 
-    - `f`: from `x` to any PyTree of floating-point arrays.
+    - `f`: from `x` to any PyTree of floating-point or complex arrays.
     - `x`: the point, as in [`traceax.hessian`][].
 
     **Returns:**
 
     A positive-semidefinite-tagged operator. One product costs about one forward-mode
-    and one reverse-mode derivative of `f`.
+    and one reverse-mode derivative of `f`. Memory: what a derivative of `f` keeps, as
+    long as the operator lives, and for each vector of a block of probes what goes through
+    `f` once forward and once backward.
 
     **Raises:**
 
     `TypeError` for `x` as in [`traceax.hessian`][].
     """
-    jacobian = lx.linearise(_jacobian(f, x))
+    jacobian = lx.linearise(_jacobian(lambda x: jax.tree.map(_parts, f(x)), x))
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)
+
+
+def _parts(y: Array) -> tuple[Array, ...]:
+    return (y.real, y.imag) if jnp.iscomplexobj(y) else (y,)
 
 
 def empirical_fisher(
@@ -320,7 +338,8 @@ def empirical_fisher(
     **Returns:**
 
     A positive-semidefinite-tagged operator. One product costs about one forward-mode
-    and one reverse-mode derivative of `losses`, and with batches an evaluation.
+    and one reverse-mode derivative of `losses`, and with batches an evaluation. Memory
+    without batches is that of [`traceax.jacobian_gram`][].
 
     **Raises:**
 

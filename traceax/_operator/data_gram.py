@@ -180,7 +180,10 @@ def data_gram(
     returns. A genetic relationship matrix and a linear kernel are examples.
 
     A product with a vector, or with a block of probes, is one pass over the data, where
-    chunks are columns, and two where they are rows. It holds one chunk at a time.
+    chunks are columns, and two where they are rows; $O(n m)$ operations for each vector.
+    Two copies of a chunk are held in the dtype in which it is stored, and one in the
+    dtype of products: 100 MB by default for int8. With rows, a vector of length m for
+    each vector of the block comes on top.
 
     !!! Example
 
@@ -206,7 +209,7 @@ def data_gram(
             array of shape `(n, stop - start)`; with `axis=0` rows. It is called on the
             host, once for each chunk of each pass, and must use NumPy, not JAX. Pass
             the same function again: another one compiles anew.
-    - `shape`: `(n, m)`, where `x` is a function.
+    - `shape`: `(n, m)`, where `x` is a function. For others it may be left out.
     - `axis`: whether chunks are columns, the default, or rows (0).
     - `chunk_size`: columns or rows in a chunk. By default a chunk has about 17 million
         numbers, 64 MB in float32.
@@ -223,11 +226,16 @@ def data_gram(
 
     **Raises:**
 
-    - `ValueError` for a function without `shape`, or that returns another shape, a
-        memmap whose file is too short, or whose entries do not follow one another, and
-        an `axis` other than 0 and 1. `TypeError` for an `x` of another kind or dtype.
-    - Where a function or a file fails during a later call, that raises JAX's error for
-        calls to the host, which ends with the message.
+    - `ValueError`: `x` is a function without a `shape` of two positive integers, or its
+        first two columns (or rows) have another shape; `shape` is not that of an array
+        or memmap `x`; a memmap whose file is too short, or whose entries do not follow
+        one another; `axis` is not 0 or 1; `chunk_size` is below 1.
+    - `TypeError`: `x` is of another kind, or of a dtype that is no number; `chunk_size`
+        is not a Python integer; `standardise` is not a bool.
+    - `jax.errors.JaxRuntimeError`, whose text ends with the message, where a chunk is
+        read later, in a product or for `standardise`: a function raises, or returns a
+        chunk of another shape, or of another dtype than that of its first columns; a
+        file has become shorter.
     """
     if axis not in (0, 1):
         raise ValueError(

@@ -9,15 +9,16 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """A A*, positive semidefinite: a product with A*, and one with A."""
     flat = flatten(operator)
     adjoint_mv = flat.mv if flat.hermitian else flat.adjoint_mv
-    smallest = jnp.finfo(flat.dtype).tiny
+    smallest = jnp.finfo(flat.precision).tiny
 
     def mv(vector):
         half = adjoint_mv(vector)
         image = flat.mv(half)
         # Where the product underflows, the smallest normal numbers take its place, so
-        # that it is not taken for zero.
+        # that it is not taken for zero; but those of float16 are not small.
         lost = jnp.any(half != 0) & jnp.all(jnp.abs(image) < smallest)
-        return jnp.where(lost, smallest * jnp.sign(vector), image)
+        instead = jnp.inf if flat.narrow else smallest * jnp.sign(vector)
+        return jnp.where(lost, instead, image)
 
     def coarser(x, y):
         return max(x, y, key=lambda leaf: float(jnp.finfo(leaf.dtype).eps))

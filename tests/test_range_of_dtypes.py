@@ -1,0 +1,277 @@
+"""Numbers near the ends of the range of a dtype, where a product, a square or an error
+estimate under- or overflows although the answer does not. Exact answers are those of
+NumPy in float64, or known."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from .helpers import hermitian, PSD, trace_of_matrix
+
+
+KEY = jr.key(0)
+SUCCESSFUL = tx.RESULTS.successful
+
+
+def multiple_of_identity(factor, n, dtype, tags=PSD):
+    structure = jax.ShapeDtypeStruct((n,), dtype)
+    return lx.FunctionLinearOperator(lambda v: factor * v, structure, tags)
+
+
+# float16: the smallest normal number is 6e-5, the smallest number 6e-8.
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [tx.XNysTraceEstimator(), tx.NystromPlusPlusEstimator(), tx.XTraceEstimator()],
+    ids=lambda x: x.name,
+)
+def test_unit_vectors_do_not_underflow(estimator):
+    """Sketches multiply by orthonormal vectors, whose entries are below 1e-2 here, and
+    whose product with the operator is no number of float16."""
+    n, factor = 2**14, np.float16(2.0**-22)
+    operator = multiple_of_identity(factor, n, np.float16)
+    solution = tx.trace(operator, estimator, k=8, key=KEY)
+    assert abs(solution.value - n * factor) <= 4 * solution.std_err
+    assert solution.std_err < 0.01 * n * factor
+
+
+def test_krylov_vectors_do_not_underflow():
+    """The same of Golub-Kahan, which multiplies by the adjoint too."""
+    n, factor = 2**14, np.float16(2.0**-22)
+    operator = multiple_of_identity(factor, n, np.float16, ())
+    solution = tx.schatten_norm(operator, 1, k=4, num_steps=2, key=KEY)
+    assert abs(solution.value - n * factor) <= 4 * solution.std_err
+    assert solution.std_err < 0.01 * n * factor
+
+
+def test_products_of_products_that_underflow_fail():
+    """Of `A A*`, whose entries are no numbers of float16, nothing is known."""
+    n, factor = 200, np.float16(2e-4)
+    operator = multiple_of_identity(factor, n, np.float16, ())
+    settings = {"k": 40, "key": KEY, "throw": False}
+    plain = tx.frobenius_norm(operator, tx.HutchinsonEstimator(), **settings)
+    assert plain.result == SUCCESSFUL
+    assert np.allclose(plain.value, n**0.5 * float(factor), rtol=0.01)
+    by_gram = tx.frobenius_norm(operator, tx.XNysTraceEstimator(), **settings)
+    assert by_gram.result == tx.RESULTS.nonfinite_product
+
+
+def test_inverse_of_a_tiny_diagonal_is_finite():
+    operator = lx.MatrixLinearOperator(1e-5 * jnp.eye(4, dtype=jnp.float16), PSD)
+    inverse = tx.jacobi_preconditioner(operator, k=4)
+    assert np.all(np.isfinite(inverse.mv(jnp.ones(4, jnp.float16))))
+
+
+# float32: from 1e-38 to 3e38.
+
+
+@eqx.filter_jit
+def sum_of_exponentials(exponents, num_steps):
+    operator = lx.DiagonalLinearOperator(exponents)
+    operator = lx.TaggedLinearOperator(operator, lx.symmetric_tag)
+    settings = {"k": 10, "num_steps": num_steps, "key": KEY, "throw": False}
+    solution = tx.trace_of_function(operator, tx.Exp(), **settings)
+    return solution.value, solution.interval(), solution.result == SUCCESSFUL
+
+
+@pytest.mark.parametrize("num_steps", [6, tx.AdaptiveSteps()], ids=["6", "chosen"])
+def test_large_exponentials(num_steps):
+    """The error of the quadrature is not below what it is because that is large."""
+    exponents = np.linspace(0, 80, 200, dtype=np.float32)
+    exact = np.sum(np.exp(exponents.astype(np.float64)))
+    value, (low, high), successful = sum_of_exponentials(exponents, num_steps)
+    assert successful
+    assert np.isfinite(value)
+    assert low <= exact <= high
+    if not isinstance(num_steps, int):
+        assert np.allclose(value, exact, rtol=0.01)
+        assert high - low < 0.01 * exact
+
+
+@eqx.filter_jit
+def mean_of_inverse(matrix, **settings):
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    solution = tx.diagonal_of_function(operator, tx.Inverse(), throw=False, **settings)
+    steps = solution.stats.get("num_steps", 0)
+    return solution.value, solution.interval(), steps, solution.result == SUCCESSFUL
+
+
+def test_diagonal_of_a_tiny_inverse():
+    """As many steps as where nothing is tiny."""
+    matrix = hermitian(0, np.geomspace(1e-3, 1, 200))
+    exact = np.mean(np.diag(np.linalg.inv(matrix)))
+    numbers = []
+    for scale in (1.0, 1e28):
+        scaled = jnp.asarray(scale * matrix, np.float32)
+        value, _, steps, successful = mean_of_inverse(scaled, k=20, key=KEY)
+        assert successful
+        assert np.allclose(scale * np.mean(value, dtype=np.float64), exact, rtol=0.1)
+        numbers.append(int(steps))
+    assert numbers[0] == numbers[1]
+
+
+def test_exact_diagonal_of_a_huge_inverse():
+    """Slopes of 1e20, whose squares are no numbers. The interval is of the size of
+    rounding errors."""
+    n = 10
+    for matrix in (np.eye(n) + 0.1 * np.ones((n, n)), np.eye(n)):
+        tiny = jnp.asarray(1e-10 * matrix, np.float32)
+        value, (low, high), _, successful = mean_of_inverse(tiny, k=n)
+        exact = 1e10 * np.diag(np.linalg.inv(matrix))
+        assert successful
+        assert np.allclose(value, exact, rtol=1e-5)
+        assert np.all(abs(value - exact) <= high - low)
+        assert np.all(high - low < 1e-5 * exact)
+
+
+def test_exact_logarithm_counts_rounding():
+    """Eigenvalues up to 1e6 are known to 0.1, and so is the logarithm of the sum of their
+    exponentials."""
+    matrix = hermitian(0, np.linspace(0, 1e6, 50), np.float32)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), lx.symmetric_tag)
+    low, high = tx.log_trace_exp(operator, -1.0, k=50).interval()
+    eigenvalues = np.linalg.eigvalsh(matrix.astype(np.float64))
+    assert low <= np.logaddexp.reduce(-eigenvalues) <= high
+    assert 0 < high - low < 2
+
+
+# Sums that cancel.
+
+
+def test_harmonic_functions():
+    """The bar of a Laplacian that is zero is that of the rounding errors of its terms."""
+    entries = np.random.default_rng(0).standard_normal(64)
+    row = np.concatenate([entries, -entries[::-1]]) * (1 + np.arange(128) / 1e6)
+    row = jnp.asarray(row, np.float32)
+    fn, x = lambda x: jnp.sum(row * x**2), jnp.zeros(128, np.float32)
+    _, _, solution = tx.laplacian(fn, x, k=16, key=KEY)
+    exact = 2 * np.sum(np.asarray(row, np.float64))
+    assert abs(solution.value - exact) <= 2 * solution.std_err
+    eps = float(np.finfo(np.float32).eps)
+    assert solution.std_err < 100 * eps * np.linalg.norm(row)
+
+
+def test_difference_of_two_exact_answers():
+    """It may be smaller than the rounding errors of both."""
+    x = np.linspace(0, 1, 100)
+
+    def covariance(length):
+        matrix = np.exp(-(((x[:, None] - x) / length) ** 2)) + 0.1 * np.eye(len(x))
+        return matrix.astype(np.float32)
+
+    pair = covariance(0.1), covariance(0.1 * (1 + 1e-6))
+    one, other = (lx.MatrixLinearOperator(jnp.asarray(a), PSD) for a in pair)
+    solution = tx.trace_difference(one, other, tx.Log(), k=len(x))
+    (_, one), (_, other) = (np.linalg.slogdet(a.astype(np.float64)) for a in pair)
+    assert abs(solution.value - (one - other)) <= 2 * solution.std_err
+    assert 0 < solution.std_err < 0.1
+
+
+def test_difference_of_operators_of_different_scales():
+    """The Ritz values of one are not told to be those of the other, and out of domain."""
+    eigenvalues = np.geomspace(1e-3, 1, 100)
+    pair = [hermitian(0, 1e-6 * eigenvalues), hermitian(1, eigenvalues)]
+    operators = [lx.MatrixLinearOperator(jnp.asarray(a, np.float32), PSD) for a in pair]
+    solution = tx.trace_difference(*operators, tx.Log(), k=10, num_steps=10, key=KEY)
+    smallest, largest = solution.stats["ritz_values"]
+    assert largest < 2e3 * smallest
+    exact = 100 * np.log(1e-6)
+    assert abs(solution.value - exact) <= 4 * solution.std_err
+
+
+# Wrong assumptions.
+
+
+@pytest.mark.parametrize(
+    "k", [20, tx.Adaptive(rtol=0.1, max_k=64)], ids=["fixed", "rounds"]
+)
+def test_slightly_negative_eigenvalues(k):
+    """Too small to be told from rounding, and many: no sample is far off."""
+    n, mean = 1000, np.full((1000, 1000), 1e-3, np.float32)
+    matrix = mean - np.float32(2e-5) * np.eye(n, dtype=np.float32)
+    solution = trace_of_matrix(jnp.asarray(matrix), tx.XNysTraceEstimator(), KEY, k=k)
+    assert solution.result == SUCCESSFUL
+    assert abs(solution.value - np.trace(matrix)) <= 4 * solution.std_err
+    assert solution.std_err < 0.01
+
+
+@eqx.filter_jit
+def log_det(operator, **settings):
+    return tx.logdet(operator, k=10, key=KEY, throw=False, **settings)
+
+
+def test_a_bound_above_the_spectrum_is_not_used():
+    """A Ritz value below it shows that it is none. Taken for one, the bracket was empty,
+    and one step enough."""
+    operator = lx.MatrixLinearOperator(jnp.diag(jnp.geomspace(1e-2, 1, 200)), PSD)
+    without, wrong = (
+        log_det(operator, estimator=tx.SLQEstimator(lower_bound=bound))
+        for bound in (None, 0.5)
+    )
+    assert np.allclose(wrong.value, without.value)
+    assert np.allclose(wrong.stats["bracket"], without.stats["bracket"])
+    assert wrong.stats["num_steps"] == without.stats["num_steps"]
+
+
+def test_a_shift_below_the_precision_of_products():
+    """A preconditioner makes it larger, and knows less of the smallest eigenvalue."""
+    d = jnp.asarray(np.repeat([16.0, 1 / 32], [80, 1920]), jnp.bfloat16)
+    structure = jax.ShapeDtypeStruct((2000,), jnp.bfloat16)
+    operator = lx.FunctionLinearOperator(lambda v: d * v, structure, PSD)
+    solution = log_det(operator, preconditioner=tx.AutoPreconditioner(1 / 32))
+    low, high = solution.interval()
+    assert low <= 80 * np.log(16) - 1920 * np.log(32) <= high
+    assert solution.stats["num_steps"] > 1
+
+
+def test_negative_eigenvalues_in_low_precision():
+    """A fifth of the largest is no rounding error, whatever n is."""
+    n = 600
+    eigenvalues = np.repeat([1.0, -0.2], n // 2)
+    matrix = jnp.asarray(hermitian(0, eigenvalues), jnp.bfloat16)
+    operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+    settings = {"k": 4, "num_steps": 6, "key": KEY, "throw": False}
+    solution = tx.trace_of_function(operator, tx.Power(0.5), **settings)
+    assert solution.result == tx.RESULTS.outside_domain
+
+
+def test_solves_of_a_large_system():
+    """With more than 42,000 rows an eigenvalue of one is below the limit of `lineax.CG`
+    in float32."""
+    n = 60_000
+    operator = multiple_of_identity(2.0, n, np.float32)
+    settings = {"k": 2, "num_steps": 2, "key": KEY}
+    solution = tx.gaussian_log_prob(operator, jnp.ones(n, np.float32), **settings)
+    exact = -n * (1 / 2 + np.log(2) + np.log(2 * np.pi)) / 2
+    assert np.allclose(solution.value, exact, rtol=1e-5)
+
+    gradient = tx.SolveGradient(lx.CG(rtol=1e-5, atol=1e-5))
+
+    def log_det(scale):
+        operator = multiple_of_identity(scale, n, np.float32)
+        return tx.logdet(operator, gradient=gradient, **settings).value
+
+    assert np.allclose(jax.grad(log_det)(np.float32(2.0)), n / 2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_max", [64, 2000], ids=["without", "with exact answer"])
+def test_tolerances_below_rounding_are_not_met(n_max):
+    """However small the sampling error is. Where the budget has room for it, the exact
+    answer is taken."""
+    operator = multiple_of_identity(1.0, 1000, jnp.bfloat16)
+    adaptive = tx.Adaptive(rtol=1e-3, max_k=n_max)
+    settings = {"k": adaptive, "key": KEY, "throw": False}
+    solution = tx.trace(operator, tx.HutchinsonEstimator(), **settings)
+    if n_max > 1000:
+        assert solution.result == SUCCESSFUL
+        assert solution.value == 1000
+    else:
+        assert solution.result == tx.RESULTS.precision_lost
+        assert solution.stats["num_matvecs"] < 64  # no more than sampling takes
