@@ -188,7 +188,7 @@ plt.show()
 # %%
 steps, bars = {}, {}
 for name, (std_err, width) in measured.items():
-    closed = np.argmax(width < std_err)  # the first depth with the narrower bracket
+    closed, *_ = np.flatnonzero(width < std_err)  # the first depth with less width
     steps[name], bars[name] = settings[name][1][closed], std_err[closed]
 gain = bars["no preconditioner"] / bars["preconditioner"]
 with_it = 200 + 10 * steps["preconditioner"]
@@ -370,8 +370,9 @@ plt.show()
 # Most products are saved elsewhere. A solve that starts from the last one, and stops at
 # an error that is small beside the noise, takes few steps. And no preconditioner is
 # made: for the hyperparameters at the end it makes values accurate, but gradients
-# [hardly](../how_to/gaussian_processes.md#as-few-probes-as-the-optimiser-needs). This is
-# how far gradients in the length scale by one probe are spread, for several ranks:
+# [not much](../how_to/gaussian_processes.md#as-few-probes-as-the-optimiser-needs). This
+# is how far gradients in the logarithm of the length scale by one probe are spread, for
+# several ranks:
 
 
 # %%

@@ -120,13 +120,12 @@ INSIDE = np.s_[3:20, 4:24]
 @pytest.mark.parametrize(
     ("part", "by_columns"),
     [
-        (INSIDE, False),
+        *((part, False) for part in (INSIDE, np.s_[::2], np.s_[:, 1:2])),
         *((part, True) for part in (np.s_[:], INSIDE, np.s_[::2], np.s_[:, 1:2])),
     ],
 )
 def test_file(tmp_path, part, by_columns):
-    """Any part of it whose rows (or columns) lie one after the other. Chunks are of rows
-    and of columns, so that files by rows are as those by columns."""
+    """Any part of it whose rows (or columns) lie one after the other."""
     turn = np.transpose if by_columns else np.asanyarray
     x = turn(turn(file(tmp_path, COUNTS, by_columns))[part])
     assert isinstance(x, np.memmap)

@@ -453,7 +453,7 @@ def test_second_derivative_of_the_default_gradient(name, k):
     def slope(x):
         return jax.grad(lambda x: SECOND[name](x * MATRIX, k).value)(x)
 
-    assert jax.eval_shape(slope, 1.0).shape == ()
+    assert jax.eval_shape(slope, 1.0).shape == ()  # its values: test_function_gradients
     check(NotImplementedError, parts, lambda: jax.grad(slope)(1.0))
     check(NotImplementedError, parts, lambda: jax.jvp(slope, (1.0,), (1.0,)))
 

@@ -260,6 +260,37 @@ def test_preconditioner_chosen_by_the_data():
     assert np.allclose(found, np.trace(slope), rtol=0.05)
 
 
+def test_preconditioner_of_a_run_that_goes_on():
+    """It is that of the first run, of which the samples are, whatever the tolerance."""
+
+    def run(**budget):
+        k = tx.Adaptive(round_size=4, min_samples=4, max_k=32, **budget)
+        settings = {"k": k, "num_steps": 8, "throw": False}
+        settings["preconditioner"] = tx.AutoPreconditioner(PARAMETERS[2], max_rank=16)
+        return log_prob(kernel(PARAMETERS), RESIDUAL, **settings)
+
+    first = run(rtol=10.0)
+    again = run(rtol=1e-3, state=first.state)
+    spent = first.state.preconditioner.num_matvecs
+    assert again.state.preconditioner.num_matvecs == spent
+    assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
+    exact, *_ = exact_of(kernel(PARAMETERS), RESIDUAL)
+    assert abs(again.value - exact) <= 4 * again.std_err + 1e-3 * abs(exact)
+    with pytest.raises(ValueError, match="the same kind of preconditioner"):
+        run(rtol=1e-3, state=first.state.logdet)
+
+
+def test_another_solver():
+    """One that measures residuals after the preconditioner."""
+    solver = lx.GMRES(1e-5, 1e-5)
+    exact, *_ = exact_of(kernel(PARAMETERS), RESIDUAL)
+    for preconditioner in (None, tx.AutoPreconditioner(PARAMETERS[2], max_rank=16)):
+        settings = {"solver": solver, "preconditioner": preconditioner, "k": N}
+        found = log_prob(kernel(PARAMETERS), RESIDUAL, **settings)
+        assert found.result == tx.RESULTS.successful
+        assert np.allclose(found.value, exact, rtol=1e-6)
+
+
 def test_failures_are_told():
     matrix = kernel(PARAMETERS)
     hasty = lx.CG(1e-8, 1e-8, max_steps=2)

@@ -28,6 +28,7 @@ CASES = [
     (tx.XNysTraceEstimator(), PSD),
     (tx.XNysDiagEstimator(), PSD),
     (tx.AutoDiagonalEstimator(), ()),
+    (tx.AutoTraceEstimator(), ()),
 ]
 every_case = pytest.mark.parametrize(
     ("estimator", "tags"), CASES, ids=lambda x: type(x).__name__
@@ -143,5 +144,5 @@ def test_estimators_without_it(estimator):
     """In rounds, these two keep no more than the trace needs."""
     operator = as_tree(jnp.asarray(matrices()[0]), PSD)
     k = tx.Adaptive(rtol=0.1, max_k=N - 1, round_size=8)
-    with pytest.raises(ValueError, match="cannot estimate this quantity, `LeafTraces`"):
+    with pytest.raises(ValueError, match=r"`LeafTraces`, .* only with a number `k`"):
         tx.leaf_traces(operator, estimator, k=k, key=KEYS[0])

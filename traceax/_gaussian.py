@@ -12,7 +12,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_operator
+from ._checks import check_key, check_operator, check_positive
 from ._execution import AbstractExecution, Local
 from ._flat import (
     dtypes,
@@ -24,7 +24,7 @@ from ._flat import (
     to_flat,
 )
 from ._gradient import attach, FirstOrderFrame
-from ._kernel.dense import two_norm
+from ._kernel.dense import normalise, two_norm
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -65,24 +65,38 @@ def _solved(
     # The absolute tolerance of a solver is meant for a right-hand side of size one.
     unit = two_norm(residual) / flat.size**0.5
     unit = jnp.where(unit > 0, unit, 1)
-    # `lineax.CG`, which does not depend on the scale of its preconditioner, breaks down
-    # where an eigenvalue of the preconditioned operator is below 200 n eps.
-    least = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    right = residual / unit
     largest = 1.0 if preconditioner is None else preconditioner.largest
     size = jnp.where(smallest > 0, smallest, 1) * largest
 
-    def inverse(x):
-        x = least * x
-        return x if preconditioner is None else largest * preconditioner.power(-1.0, x)
+    def scaled(x):
+        x, scale = normalise(x)
+        return scale * (flat.mv(x) / size)
+
+    def outside(x):
+        if preconditioner is None:
+            return x
+        x, scale = normalise(x)
+        return scale * (largest * preconditioner.power(-1.0, x))
+
+    if isinstance(solver, lx.CG):
+        # It does not depend on the scale of its preconditioner, but breaks down where an
+        # eigenvalue of the preconditioned operator is below 200 n eps.
+        factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    else:
+        # Others measure residuals after it.
+        length = two_norm(outside(right))
+        factor = two_norm(right) / jnp.where(length > 0, length, 1)
 
     tags = lx.positive_semidefinite_tag
     options = {
         "y0": size * (initial / unit),
-        "preconditioner": lx.FunctionLinearOperator(inverse, structure, tags),
+        "preconditioner": lx.FunctionLinearOperator(
+            lambda x: factor * outside(x), structure, tags
+        ),
     }
-    scaled = lambda x: flat.mv(x) / size  # noqa: E731
     matrix = lx.FunctionLinearOperator(scaled, structure, tags)
-    found = lx.linear_solve(matrix, residual / unit, solver, options=options, throw=False)
+    found = lx.linear_solve(matrix, right, solver, options=options, throw=False)
     return unit * (found.value / size), RESULTS.promote(found.result), found.stats
 
 
@@ -112,6 +126,14 @@ class _Made(eqx.Module):
     @property
     def result(self) -> Any:
         return RESULTS.successful
+
+
+class _State(eqx.Module):
+    """What a later call goes on from, where the data chose the preconditioner: samples
+    are of the preconditioned operator."""
+
+    preconditioner: AbstractPreconditioner
+    logdet: PyTree[Array]
 
 
 def _prepare(preconditioning, operator, settings) -> _Made:
@@ -339,7 +361,17 @@ def gaussian_log_prob(
     name = "gaussian_log_prob"
     settings = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
     ready = preconditioner is None or isinstance(preconditioner, AbstractPreconditioner)
-    if not ready:
+    if not ready and isinstance(k, Adaptive) and k.state is not None:
+        if not isinstance(k.state, _State):
+            raise ValueError(
+                "`state` must be of a call with the same kind of preconditioner. Found "
+                f"one of type {type(k.state).__name__}."
+            )
+        preconditioner = k.state.preconditioner
+        k = dataclasses.replace(k, state=k.state.logdet)
+    elif not ready:
+        check_key(key)
+        settings["k"] = k if isinstance(k, Adaptive) else check_positive("k", k)
         settings["num_steps"] = check_steps(num_steps, operator.in_size())
         arguments = (preconditioner, operator, settings)
         made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
@@ -356,4 +388,8 @@ def gaussian_log_prob(
         throw=False,
     )
     arguments = (operator, residual, initial, determinant, preconditioner, solver)
-    return call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
+    found = call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
+    if ready or found.state is None:
+        return found
+    state = _State(freeze(preconditioner), found.state)
+    return dataclasses.replace(found, state=state)

@@ -27,13 +27,13 @@ class Assessment(eqx.Module):
 class LoopState(eqx.Module):
     """What a later call goes on from: the number of rounds made, the buffers that they
     filled, their assessment, and the number of rounds in a row, up to now, after which it
-    was good enough for the tolerances."""
+    was good enough. The smaller the `looseness`, the less is."""
 
     rounds: Int[Array, ""]
     streak: Int[Array, ""]
     buffers: PyTree[Array]
     assessment: Assessment
-    tolerances: Real[Array, "2"]
+    looseness: Real[Array, "4"]
     round_size: int = eqx.field(static=True)
     norm: Callable[[PyTree], Any] = eqx.field(static=True)
 
@@ -64,7 +64,8 @@ def iterate(
     number, and the loop ends as soon as the exact answer costs less than what is missing.
     """
     num_rounds = adaptive.num_rounds
-    tolerances = jnp.stack([adaptive.rtol, adaptive.atol])
+    rest = [1 - adaptive.confidence, 1 / adaptive.min_samples]
+    looseness = jnp.append(jnp.stack([adaptive.rtol, adaptive.atol]), jnp.asarray(rest))
 
     def good(seen):
         return adaptive.satisfied(seen.value, seen.std_err, seen.count)
@@ -75,9 +76,9 @@ def iterate(
         assessment = _zeros(jax.eval_shape(assess, empty, rounds))
     else:
         rounds, buffers, assessment = _resume(adaptive, empty)
-        # The tolerances may be others. Of rounds before the last one it is not known
-        # whether they were good enough for smaller ones.
-        known = jnp.all(tolerances >= adaptive.state.tolerances)
+        # The tolerance may be another one. Of rounds before the last one it is not known
+        # whether they were good enough for a smaller one.
+        known = jnp.all(looseness >= adaptive.state.looseness)
         streak = jnp.where(known, jnp.maximum(adaptive.state.streak, 1), 1)
         streak = jnp.where(good(assessment), streak, 0)
     real = assessment.std_err.dtype
@@ -124,7 +125,7 @@ def iterate(
         rounds=rounds,
         result=failure(missed, RESULTS.max_matvecs_reached),
         state=LoopState(
-            rounds, streak, buffers, seen, tolerances, adaptive.round_size, adaptive.norm
+            rounds, streak, buffers, seen, looseness, adaptive.round_size, adaptive.norm
         ),
         extra={"history": history} if adaptive.history else {},
     )

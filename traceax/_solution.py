@@ -115,8 +115,8 @@ Likely remedies:
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
     number of samples, and with more than n by a round or more, the exact answer is taken
     where they are not enough. `solution.state` saves what has been spent already (the
-    exact answer then needs n more than the first `max_k`). It must have room for
-    `min_samples` samples, each of which takes XTrace two products; or
+    exact answer then needs n more than the first `max_k`). `max_k` must have room for
+    `min_samples` samples; one of XTrace takes two products; or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
@@ -136,7 +136,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         or not to be told from zero.
     - `precision_lost`: for functions of operators, rounding errors of the products are a
         large part of the error that is reported; for diagonals of functions and exact
-        answers, they change the second digit. With an adaptive budget, of any quantity,
+        answers, they change the second digit. With an adaptive budget
         they alone are above the tolerance.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows

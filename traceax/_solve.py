@@ -227,9 +227,12 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
 
 
 def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
-    """Whether rounding errors alone, of the size `floor`, are above the tolerance."""
-    value = k.size(jax.lax.stop_gradient(solution.value))
-    return failure(~k.reachable(value, k.size(floor)), RESULTS.precision_lost)
+    """Whether rounding errors alone, of the size `floor`, are above the tolerance. Of
+    values with several entries only that of the worst one is known."""
+    value = jax.lax.stop_gradient(solution.value)
+    if not (eqx.is_array(value) and value.ndim == 0):
+        return failure(False, RESULTS.precision_lost)
+    return failure(~k.reachable(value, floor), RESULTS.precision_lost)
 
 
 def _floor(estimate: Estimate) -> Real[Array, "*q"]:

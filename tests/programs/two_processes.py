@@ -81,7 +81,7 @@ def answers(matrix):
     )
     cases = {
         "Hutchinson, k=13": trace(tx.HutchinsonEstimator(), 13),
-        "XTrace": trace(tx.XTraceEstimator(), 13),
+        "XTrace, adaptive": trace(tx.XTraceEstimator(), budget),
         "Hutchinson, adaptive": trace(tx.HutchinsonEstimator(), budget),
         "diagonal by Hutchinson": diagonal(tx.HutchinsonEstimator(), 13),
         "log-determinant": logdet,

@@ -117,13 +117,14 @@ class GrowingNystrom(eqx.Module):
         return GrowingNystrom(basis, q, r, core, scale), coordinates
 
     def whiten(
-        self, eps: float
+        self, eps: float, *, indefinite: bool = False
     ) -> tuple[
         Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""], Inexact[Array, "m m"]
     ]:
         """`whitener`, `shift`, `semidefinite` of the approximation, and `B* B`."""
         core = self.core @ self.r
-        whitener, shift, semidefinite = whiten(core, jnp.linalg.norm(self.r), eps)
+        size = jnp.linalg.norm(self.r)
+        whitener, shift, semidefinite = whiten(core, size, eps, indefinite=indefinite)
         present = jnp.sum(jnp.abs(self.basis) ** 2, axis=0)
         # B = (q r + shift Q) W*
         image = self.r @ whitener.conj().T

@@ -181,7 +181,7 @@ def _inverse_root(
     grown: GrowingNystrom, shift: Real[Array, ""], eps: float
 ) -> tuple[Callable[[Array], Array], Real[Array, ""]]:
     """`shift^(1/2) P^(-1/2)` as a map of columns, and `log det P - n log shift`."""
-    whitener, ridge, _, gram = grown.whiten(eps)
+    whitener, ridge, _, gram = grown.whiten(eps, indefinite=True)
     shift = _relative(shift, grown, eps)
     values, vectors = eigh(gram)
     values = jnp.maximum(values, 0)

@@ -18,8 +18,15 @@ _SEMIDEFINITE = (lx.positive_semidefinite_tag, lx.symmetric_tag)
 
 
 def _on_device(x: PyTree) -> PyTree:
-    """NumPy's arrays as arrays of JAX: NumPy does not know that bfloat16 is inexact."""
-    return jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
+    """NumPy's arrays in bfloat16, which it does not know to be inexact, as those of
+    JAX."""
+
+    def convert(leaf):
+        array = isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf)
+        inexact = array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.asarray(leaf) if inexact else leaf
+
+    return jax.tree.map(convert, x)
 
 
 def _jacobian(

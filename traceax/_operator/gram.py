@@ -9,7 +9,9 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """A A*, positive semidefinite: a product with A*, and one with A."""
     flat = flatten(operator)
     adjoint_mv = flat.mv if flat.hermitian else flat.adjoint_mv
-    smallest = jnp.finfo(flat.precision).tiny
+    limits = jnp.finfo(flat.precision)
+    # With four binary digits.
+    smallest = 16 * limits.smallest_subnormal if flat.narrow else limits.tiny
 
     def mv(vector):
         half = adjoint_mv(vector)
