@@ -280,15 +280,52 @@ def test_preconditioner_of_a_run_that_goes_on():
         run(rtol=1e-3, state=first.state.logdet)
 
 
-def test_another_solver():
-    """One that measures residuals after the preconditioner."""
-    solver = lx.GMRES(1e-5, 1e-5)
-    exact, *_ = exact_of(kernel(PARAMETERS), RESIDUAL)
+@pytest.mark.parametrize(
+    ("solver", "dtype"),
+    [
+        (lx.GMRES(1e-5, 1e-5), np.float64),
+        (lx.Normal(lx.CG(1e-4, 1e-4, max_steps=400)), np.float32),
+    ],
+    ids=["after", "before"],
+)
+def test_another_solver(solver, dtype):
+    """One that measures residuals after the preconditioner, or solves the normal
+    equations by conjugate gradients."""
+    matrix, residual = kernel(PARAMETERS).astype(dtype), RESIDUAL.astype(dtype)
+    exact = RESIDUAL @ np.linalg.solve(kernel(PARAMETERS), RESIDUAL)
     for preconditioner in (None, tx.AutoPreconditioner(PARAMETERS[2], max_rank=16)):
-        settings = {"solver": solver, "preconditioner": preconditioner, "k": N}
-        found = log_prob(kernel(PARAMETERS), RESIDUAL, **settings)
+        settings = {"solver": solver, "preconditioner": preconditioner}
+        found = log_prob(matrix, residual, **settings)
         assert found.result == tx.RESULTS.successful
-        assert np.allclose(found.value, exact, rtol=1e-6)
+        assert np.allclose(found.stats["quadratic_form"], exact, rtol=1e-4)
+
+
+def test_no_residual():
+    """With a guess that is not the solution."""
+    settings = {"initial": RESIDUAL, "k": N}
+    found = log_prob(kernel(PARAMETERS), 0 * RESIDUAL, **settings)
+    assert found.result == tx.RESULTS.successful
+    assert np.allclose(found.stats["quadratic_form"], 0, atol=1e-6)
+
+
+def test_float16():
+    """Solutions that are no numbers of float16, and eigenvalues that are none."""
+    structure = jax.ShapeDtypeStruct((4,), np.float16)
+    small = lx.FunctionLinearOperator(lambda v: np.float16(1e-3) * v, structure, PSD)
+    residual = np.full(4, 100, np.float16)
+    found = tx.gaussian_log_prob(small, residual, k=4)
+    assert np.allclose(found.stats["quadratic_form"], 4e7, rtol=1e-3)
+
+    n = 1000
+    matrix = (100 * np.ones((n, n)) + 1000 * np.eye(n)).astype(np.float16)
+    residual = np.full(n, 3e4, np.float16)
+    operator = matrix_free(jnp.asarray(matrix), PSD)
+    settings = {"k": 4, "num_steps": 4, "key": KEY, "throw": False}
+    found = tx.gaussian_log_prob(operator, residual, **settings)
+    matrix, residual = matrix.astype(float), residual.astype(float)
+    exact = residual @ np.linalg.solve(matrix, residual)
+    assert found.result == tx.RESULTS.successful
+    assert np.allclose(found.stats["quadratic_form"], exact, rtol=1e-2)
 
 
 def test_failures_are_told():

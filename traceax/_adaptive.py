@@ -19,8 +19,11 @@ class Adaptive(eqx.Module):
 
     Probes are added in rounds until, with the asked confidence, the error is below the
     tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
-    |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. The
-    loop is compiled once, whatever the data; the tolerances may be traced.
+    |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. This is
+    the error of sampling; `std_err` counts rounding, too, of which it has an upper
+    estimate: a call where that is above four tolerances fails, since no further sample
+    would help. The loop is compiled once, whatever the data; the tolerances may be
+    traced.
 
     A test after every round stops a little early more often than late. The error bars
     are cautious enough that the asked confidence still holds: see

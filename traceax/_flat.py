@@ -125,15 +125,16 @@ class FlatOperator(eqx.Module):
         return self._scaled(transposed, vector.conj()).conj()
 
     def _scaled(self, fn: Callable[[Array], Array], vector: Array) -> Array:
-        """`fn(vector)`; if the range is narrow, of a vector whose largest entry is
-        `n^(-1/4)` or more: the product of a unit vector, with entries of `n^(-1/2)`,
-        might underflow, and that of a larger one overflow."""
+        """`fn(vector)`; if the range is narrow, of a vector whose largest entry is from
+        `n^(-1/4)` to 1: the product of a unit vector, with entries of `n^(-1/2)`, might
+        underflow, and that of a larger one overflow."""
         if not self.narrow:
             return fn(vector)
         least = 2.0 ** -round(math.log2(vector.size) / 4)
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
         small = (largest > 0) & (largest < least)
-        size = jnp.where(small, largest / least, 1).astype(vector.dtype)
+        size = jnp.where(small, largest / least, jnp.maximum(largest, 1))
+        size = size.astype(vector.dtype)
         return size * fn(vector / size)
 
 

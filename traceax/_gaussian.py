@@ -24,7 +24,8 @@ from ._flat import (
     to_flat,
 )
 from ._gradient import attach, FirstOrderFrame
-from ._kernel.dense import normalise, two_norm
+from ._kernel.dense import two_norm
+from ._kernel.lanczos import unit as unit_of
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
@@ -70,23 +71,22 @@ def _solved(
     size = jnp.where(smallest > 0, smallest, 1) * largest
 
     def scaled(x):
-        x, scale = normalise(x)
-        return scale * (flat.mv(x) / size)
+        x, length = unit_of(x)
+        return length * (flat.mv(x) / size)
 
     def outside(x):
         if preconditioner is None:
             return x
-        x, scale = normalise(x)
-        return scale * (largest * preconditioner.power(-1.0, x))
+        x, length = unit_of(x)
+        return length * (largest * preconditioner.power(-1.0, x))
 
-    if isinstance(solver, lx.CG):
-        # It does not depend on the scale of its preconditioner, but breaks down where an
-        # eigenvalue of the preconditioned operator is below 200 n eps.
-        factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
-    else:
-        # Others measure residuals after it.
+    # `lineax.CG` does not depend on the scale of its preconditioner, but breaks down
+    # where an eigenvalue of the preconditioned operator is below 200 n eps.
+    factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    if isinstance(solver, lx.GMRES):  # which measures residuals after it
         length = two_norm(outside(right))
-        factor = two_norm(right) / jnp.where(length > 0, length, 1)
+        safe = jnp.where(length > 0, length, 1)
+        factor = jnp.where(length > 0, two_norm(right) / safe, 1)
 
     tags = lx.positive_semidefinite_tag
     options = {
@@ -169,7 +169,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     # solution.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
     rounding = jnp.hypot(rounding, _dot(found, left_over))
-    size = two_norm(frozen)
+    size, left = two_norm(frozen), two_norm(left_over)
     steps = jnp.asarray(counted.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
@@ -180,7 +180,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         "logdet": dataclasses.replace(determinant, state=None),
         "solve": from_flat(found, operator.in_structure()),
         "solve_steps": steps,
-        "solve_residual": two_norm(left_over) / jnp.where(size > 0, size, 1),
+        "solve_residual": left / jnp.where(size > 0, size, 1),
     }
     if "bounds" in known:
         ends, bars = known["bounds"][::-1].T
@@ -192,7 +192,9 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     result = first_failure(
         determinant.result,
         ended,
-        failure(quadratic < 0, RESULTS.not_positive_definite),
+        failure(quadratic < -rounding, RESULTS.not_positive_definite),
+        # Solvers that overflow may say that they succeeded.
+        failure((size > 0) & ~(left < size), RESULTS.breakdown),
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))

@@ -89,10 +89,10 @@ Likely causes:
 
 _precision_lost_msg = """
 Rounding errors of the products change the value by a large part of the error that is
-reported, or by more than an adaptive budget asks for. For a function of an operator this
-means that it is too ill conditioned for their precision, and that what depends on its
-smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the smallest and the
-largest that were seen.
+reported, or by far more than an adaptive budget asks for. For a function of an operator
+this means that it is too ill conditioned for their precision, and that what depends on
+its smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the smallest and
+the largest that were seen.
 
 Likely remedies:
 
@@ -137,7 +137,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `precision_lost`: for functions of operators, rounding errors of the products are a
         large part of the error that is reported; for diagonals of functions and exact
         answers, they change the second digit. With an adaptive budget
-        they alone are above the tolerance.
+        for a scalar, they alone are far above the tolerance.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
         were too few for the tolerance; or a linear solve did not converge.
