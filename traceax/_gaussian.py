@@ -67,32 +67,34 @@ def _solved(
     unit = two_norm(residual) / flat.size**0.5
     unit = jnp.where(unit > 0, unit, 1)
     right = residual / unit
-    largest = 1.0 if preconditioner is None else preconditioner.largest
-    size = jnp.where(smallest > 0, smallest, 1) * largest
+
+    def outside(x, factor):
+        if preconditioner is None:
+            return factor * x
+        x, length = unit_of(x)
+        return length * (factor * preconditioner.power(-1.0, x))
+
+    # So is that for the solution: in these units it is about of size one, too.
+    length = two_norm(outside(right, 1.0))
+    ratio = jnp.where(length > 0, two_norm(right) / jnp.where(length > 0, length, 1), 1)
+    size = jnp.where(smallest > 0, smallest, 1) * ratio
 
     def scaled(x):
         x, length = unit_of(x)
         return length * (flat.mv(x) / size)
 
-    def outside(x):
-        if preconditioner is None:
-            return x
-        x, length = unit_of(x)
-        return length * (largest * preconditioner.power(-1.0, x))
-
     # `lineax.CG` does not depend on the scale of its preconditioner, but breaks down
-    # where an eigenvalue of the preconditioned operator is below 200 n eps.
+    # where an eigenvalue of the preconditioned operator is below 200 n eps. GMRES
+    # measures residuals after it.
     factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
-    if isinstance(solver, lx.GMRES):  # which measures residuals after it
-        length = two_norm(outside(right))
-        safe = jnp.where(length > 0, length, 1)
-        factor = jnp.where(length > 0, two_norm(right) / safe, 1)
+    if isinstance(solver, lx.GMRES):
+        factor = 1.0
 
     tags = lx.positive_semidefinite_tag
     options = {
         "y0": size * (initial / unit),
         "preconditioner": lx.FunctionLinearOperator(
-            lambda x: factor * outside(x), structure, tags
+            lambda x: outside(x, factor * ratio), structure, tags
         ),
     }
     matrix = lx.FunctionLinearOperator(scaled, structure, tags)
