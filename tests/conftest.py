@@ -107,3 +107,11 @@ def getkey():
     getkey = eqxi.GetKey(20261121)
     print(f"seed of getkey: {getkey.seed}")
     return getkey
+
+
+@pytest.fixture
+def as_users_call():
+    """Without the run-time checks of annotations, which would come before ours."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

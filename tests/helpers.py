@@ -116,6 +116,11 @@ def matrix_free(matrix, tags=()):
     return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
 
 
+def rms(x, axis=None):
+    """The root of the mean square."""
+    return np.sqrt(np.mean(np.abs(x).astype(np.float64) ** 2, axis=axis))
+
+
 def z_score(samples, exact):
     """Distance of the mean of independent samples from `exact`, in standard errors; for
     complex samples the larger of those of the real and imaginary parts."""

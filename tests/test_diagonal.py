@@ -14,7 +14,7 @@ import pytest
 
 import traceax as tx
 
-from .helpers import diagonals_of_matrices, hermitian, matrix_free, PSD
+from .helpers import diagonals_of_matrices, hermitian, matrix_free, PSD, rms
 
 
 N, K, NUM_KEYS = 24, 8, 400
@@ -125,10 +125,6 @@ def z_scores(samples, exact):
     rounding = 1e-12 * np.max(np.abs(samples))
     distance = np.maximum(np.abs(np.mean(samples, axis=0) - exact) - rounding, 0)
     return distance / np.where(spread > 0, spread, 1)
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 def matrices_for(case, dtype):

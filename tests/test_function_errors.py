@@ -5,7 +5,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
@@ -35,12 +34,7 @@ every_way = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def as_users_call():
-    """Without the run-time checks of annotations, which would come before ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_call")
 
 
 def logdet(operator, estimator=SLQ, *, k=4, num_steps=8, key=KEY, **settings):

@@ -20,7 +20,7 @@ from traceax._kernel.dense import thin_svd
 from traceax._kernel.leave_one_out import leave_one_out
 from traceax._moments import Moments
 
-from .helpers import diagonals_of_matrices, hermitian, PSD, traces_of_matrix
+from .helpers import diagonals_of_matrices, hermitian, PSD, rms, traces_of_matrix
 
 
 FALSE_ALARM = 1e-5
@@ -40,10 +40,6 @@ def errors_and_bars(matrix, estimator, k, num_keys, tags=()):
 def assert_covers(errors, widths, probability):
     covered = np.sum(np.abs(errors) <= widths)
     assert covered >= stats.binom.ppf(FALSE_ALARM, len(errors), probability)
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 # Rounding.

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
@@ -26,12 +25,7 @@ SKETCHES = [tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator, tx.XTraceEst
 PSD_ONLY = [tx.NystromPlusPlusEstimator, tx.XNysTraceEstimator]
 
 
-@pytest.fixture(autouse=True)
-def as_users_call():
-    """Without the run-time checks of annotations, which would come before ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_call")
 
 
 def struct(*shape, dtype=jnp.float64):

@@ -5,7 +5,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
@@ -21,14 +20,6 @@ KEY = jr.key(0)
 # Evenly spread, and with one that outweighs the others.
 SPECTRA = {"flat": np.linspace(-1, 1, N), "gap": np.append(np.linspace(0, 1, N - 1), 2)}
 every_spectrum = pytest.mark.parametrize("name", SPECTRA)
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the run-time checks of annotations, which would come before ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def estimate(matrix, scale, key=KEY, **settings):

@@ -6,7 +6,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import lineax as lx
 import matplotlib as mpl
 import numpy as np
@@ -33,14 +32,6 @@ def close_figures():
 def style(request):
     with plt.style.context(request.param):
         yield
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the run-time checks of annotations, which would come before ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def solution(value=1.0, std_err=0.1, history=None):

@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tx
 
-from .helpers import hermitian, matrix_free, PSD
+from .helpers import hermitian, matrix_free, PSD, rms
 
 
 N = 200
@@ -341,10 +341,6 @@ def test_eigenvalues_below_the_precision_of_the_largest(call, operator):
     for values, bars in jax.tree.map(lambda x: np.asarray(x, float), found):
         assert abs(np.mean(values) - truth) < 5 * rms(bars) / 4
         check_width(bars, values - truth, truth, operator[0])
-
-
-def rms(x):
-    return np.sqrt(np.mean(x**2))
 
 
 def check_width(bars, errors, value, dtype):

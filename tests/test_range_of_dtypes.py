@@ -1,6 +1,7 @@
 """Numbers near the ends of the range of a dtype, where a product, a square or an error
-estimate under- or overflows although the answer does not. Exact answers are those of
-NumPy in float64, or known."""
+estimate under- or overflows although the answer does not; and what is told from rounding
+errors, or not, at the end of its precision. Exact answers are those of NumPy in float64,
+or known."""
 
 import equinox as eqx
 import jax
@@ -201,7 +202,7 @@ def test_difference_of_operators_of_different_scales():
     assert abs(solution.value - exact) <= 4 * solution.std_err
 
 
-# Wrong assumptions.
+# What holds up to rounding only.
 
 
 @pytest.mark.parametrize(

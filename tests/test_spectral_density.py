@@ -5,7 +5,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
@@ -388,14 +387,6 @@ def test_products_that_are_not_finite():
 
 
 # --- wrong input ---
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the run-time checks of annotations, which would come before ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def check(exception, parts, call):

@@ -22,6 +22,7 @@ from .helpers import (
     hermitian,
     matrix_free,
     PSD,
+    rms,
     trace_of_matrix,
     traces_of_matrices,
     traces_of_matrix,
@@ -285,10 +286,6 @@ def check_width(std_err, error, value, dtype):
     floor = 2 * eps(dtype) + N**0.5 * eps(np.float32)
     assert np.all(np.isfinite(std_err))
     assert rms(std_err) <= 3 * rms(error) + 3 * floor * rms(np.abs(value))
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x, dtype=np.float64)))
 
 
 @pytest.mark.parametrize(("case", "k", "dtype"), JUST_BELOW)

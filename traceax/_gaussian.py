@@ -74,7 +74,7 @@ def _solved(
         x, length = unit_of(x)
         return length * (factor * preconditioner.power(-1.0, x))
 
-    # So is that for the solution: in these units it is about of size one, too.
+    # And for a solution of size one, as it is about in units of `1 / size`.
     length = two_norm(outside(right, 1.0))
     ratio = jnp.where(length > 0, two_norm(right) / jnp.where(length > 0, length, 1), 1)
     size = jnp.where(smallest > 0, smallest, 1) * ratio
@@ -283,7 +283,8 @@ def gaussian_log_prob(
     - `preconditioner`: for the log-determinant and the solve, as for
         [`traceax.logdet`][].
     - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of
-        one, so its tolerances are relative to that. Default: `lineax.CG` with
+        one, and to A scaled such that x is about of that size, so its tolerances are
+        relative to that. Default: `lineax.CG` with
         tolerances of the square root of the machine epsilon.
     - `initial`: a guess of $A^{-1} r$ that the solver starts from, such as
         `stats["solve"]` of the last step of an optimiser.
@@ -372,7 +373,7 @@ def gaussian_log_prob(
                 f"one of type {type(k.state).__name__}."
             )
         preconditioner = k.state.preconditioner
-        k = dataclasses.replace(k, state=k.state.logdet)
+        settings["k"] = dataclasses.replace(k, state=k.state.logdet)
     elif not ready:
         check_key(key)
         settings["k"] = k if isinstance(k, Adaptive) else check_positive("k", k)
@@ -380,17 +381,8 @@ def gaussian_log_prob(
         arguments = (preconditioner, operator, settings)
         made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
         preconditioner = made.preconditioner
-    determinant = logdet(
-        operator,
-        estimator,
-        k=k,
-        num_steps=num_steps,
-        key=key,
-        preconditioner=preconditioner,
-        gradient=gradient,
-        execution=execution,
-        throw=False,
-    )
+    settings |= {"preconditioner": preconditioner, "gradient": gradient}
+    determinant = logdet(operator, estimator, throw=False, **settings)
     arguments = (operator, residual, initial, determinant, preconditioner, solver)
     found = call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
     if ready or found.state is None:

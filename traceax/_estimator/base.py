@@ -104,8 +104,7 @@ class AbstractTraceEstimator(eqx.Module):
         if not isinstance(quantity, Trace):
             raise refusal(self, quantity)
         if isinstance(k, Adaptive) and quantity != Trace():
-            how = ", with an adaptive budget, only with a number `k`"
-            raise refusal(self, quantity, how)
+            raise refusal(self, quantity, adaptive=True)
         return self.run(operator, k, key, execution)
 
     def estimate(
@@ -214,10 +213,15 @@ class Measurement(AbstractTask):
 
 
 def refusal(
-    estimator: AbstractTraceEstimator, quantity: AbstractQuantity, how: str = ""
+    estimator: AbstractTraceEstimator,
+    quantity: AbstractQuantity,
+    *,
+    adaptive: bool = False,
 ) -> ValueError:
-    """The error for a quantity that the estimator does not have."""
+    """The error for a quantity that the estimator does not have, or not with an
+    `adaptive` budget."""
     name = type(quantity).__name__
+    how = ", with an adaptive budget, only with a number `k`" if adaptive else ""
     return ValueError(
         f"`{estimator.name}` cannot estimate this quantity, `{name}`{how}. Use "
         "`traceax.HutchinsonEstimator`, which estimates them all, or another one of "

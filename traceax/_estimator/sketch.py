@@ -231,9 +231,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
             return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
         if sketch.expansion is None:
-            in_rounds = sketch.valid is not None
-            how = ", with an adaptive budget, only with a number `k`" if in_rounds else ""
-            raise refusal(self, quantity, how)
+            raise refusal(self, quantity, adaptive=sketch.valid is not None)
         skewed = is_skewed(quantity, self.sampler)
         return read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
 
