@@ -12,17 +12,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BOTH = re.MULTILINE | re.DOTALL
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", BOTH)
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?", BOTH)
+END = "End of a block"
 
 
 def script(path):
-    """The Python blocks of a page, one after the other, each on its line of the page."""
+    """The Python blocks of a page, one after the other, each on its line of the page, and
+    on the line after it what tells their outputs apart."""
     text, lines = path.read_text(), []
     for block in BLOCK.finditer(text):
-        indent, code = block.groups()
+        indent, code, _ = block.groups()
         first = text.count("\n", 0, block.start(2))
         lines += [""] * (first - len(lines))
         lines += [line.removeprefix(indent) for line in code.splitlines()]
+        lines.append(f"print({END!r})")
     return "\n".join(lines)
 
 
@@ -42,6 +45,7 @@ for page, code in json.load(sys.stdin).items():
     gc.collect()
     gc.freeze()  # what has been collected once need not be looked through again
     jax.config.update("jax_enable_x64", False)
+    print("Runs:", page)
     try:
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
         print("Has run:", page)
@@ -79,16 +83,32 @@ def test_code_blocks_run(page):
     assert f"Has run: {page}\n" in done.stdout, done.stderr
 
 
-def test_the_readme_shows_what_its_code_prints():
-    """But for rounding, which differs between machines."""
-    (shown,) = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), BOTH)
-    printed = run().stdout.split("Has run: README.md")[0]
-    number = r"\d+\.\d+"
-    assert re.split(number, printed) == re.split(number, shown)
-    found, expected = (
-        [float(each) for each in re.findall(number, text)] for text in (printed, shown)
-    )
-    assert found == pytest.approx(expected, rel=1e-3, abs=0.1)
+SHOWN = {
+    page: [shown for _, _, shown in BLOCK.findall((ROOT / page).read_text())]
+    for page in PAGES
+}
+NUMBER = re.compile(r"(\d+(?:\.(\d+))?(?:e([+-]\d+))?)")
+
+
+def numbers(text):
+    """Each with twice the unit of its last digit, or a thousandth of it if that is more:
+    rounding differs between machines."""
+    found = []
+    for number, decimals, exponent in NUMBER.findall(text):
+        unit = 10.0 ** (int(exponent or 0) - len(decimals))
+        found.append(pytest.approx(float(number), rel=1e-3, abs=max(2 * unit, 1e-12)))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(SHOWN[page])])
+def test_pages_show_what_their_code_prints(page):
+    _, after = run().stdout.split(f"Runs: {page}\n")
+    *printed, _ = after.split(f"Has run: {page}\n")[0].split(f"{END}\n")
+    pairs = zip(printed, SHOWN[page], strict=True)
+    for found, shown in ((found, shown) for found, shown in pairs if shown):
+        words, expected = (NUMBER.sub("", text).split() for text in (found, shown))
+        assert words == expected
+        assert [float(x) for x, *_ in NUMBER.findall(found)] == numbers(shown)
 
 
 def one_line(text):
@@ -98,7 +118,7 @@ def one_line(text):
 def test_errors_are_what_the_page_says():
     """Wrapped at will, and `...` stands for anything."""
     page = (ROOT / "docs" / "how_to" / "errors.md").read_text()
-    _, setup = BLOCK.search(page).groups()
+    _, setup, _ = BLOCK.search(page).groups()
     names = {}
     blocks = FAILING.findall(page)
     assert len(blocks) == page.count("\n```py\n") == page.count("\n```text\n") > 0

@@ -207,12 +207,15 @@ def test_known_answers():
     assert np.isfinite(single.value)
 
 
-def test_agrees_with_the_trace():
+@pytest.mark.parametrize("window", [None, 0])
+@pytest.mark.parametrize("sampler", [tx.RademacherSampler(), tx.NormalSampler()])
+def test_agrees_with_the_trace(sampler, window):
     matrix = hermitian(0, SPECTRA["flat"])
     operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+    estimator = tx.SLQEstimator(sampler, tx.Lanczos(window))
     settings = {"k": 6, "num_steps": 20, "key": KEY}
-    trace = tx.trace_of_function(operator, tx.Exp(2.0), **settings)
-    found = estimate(matrix, 2.0)
+    trace = tx.trace_of_function(operator, tx.Exp(2.0), estimator, **settings)
+    found = estimate(matrix, 2.0, sampler=sampler, window=window)
     assert np.allclose(found.value, np.log(trace.value))
     assert np.allclose(found.stats["samples"], np.log(trace.stats["samples"]))
     relative = float(trace.std_err) / float(trace.value)
@@ -280,6 +283,13 @@ def test_misuse():
     ):
         with pytest.raises(kind, match=part):
             tx.log_trace_exp(operator, scale, k=k, **settings)
+    for kind, part, wrong in (
+        (TypeError, "`sampler` must be a", {"sampler": tx.RademacherSampler}),
+        (ValueError, "`window` must be", {"window": -1}),
+        (ValueError, "`window` must be", {"window": 0.5}),
+    ):
+        with pytest.raises(kind, match=part):
+            tx.log_trace_exp(tagged, 1.0, k=3, **settings, **wrong)
 
 
 def test_samples_are_logarithms():

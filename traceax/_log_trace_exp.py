@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.scipy.special import logsumexp
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_operator, real_scalar
+from ._checks import check_hermitian, check_instance, check_operator, real_scalar
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._gradient import attach, attach_derivative, FirstOrderFrame
@@ -27,54 +27,11 @@ from ._matfun.steps import (
     standard_error,
     Steps,
 )
-from ._moments import Moments
+from ._moments import LogMoments
 from ._quantity import AbstractQuantity, Trace
-from ._sampler import draw_for, RademacherSampler
+from ._sampler import AbstractSampler, draw_for, RademacherSampler
 from ._solution import Estimate, first_failure, Solution
 from ._solve import AbstractTask, solve
-
-
-class _LogMoments(eqx.Module):
-    """`Moments` of the exponentials of samples, in log units: these would overflow."""
-
-    shift: Real[Array, "*parts"]
-    scaled: Moments
-
-    @classmethod
-    def of(cls, samples: Real[Array, " m"], valid: Bool[Array, " m"]) -> _LogMoments:
-        shift = _largest(samples, valid)
-        return cls(shift, Moments.of(jnp.exp(samples - shift), valid))
-
-    @classmethod
-    def merge(cls, parts: _LogMoments) -> _LogMoments:
-        scaled, made = parts.scaled, parts.scaled.count > 0
-        shift = _largest(parts.shift, made)
-        factor = jnp.where(made, jnp.exp(parts.shift - shift), 0)
-        entries = lambda x: (x.center, x.unit)  # noqa: E731
-        rescaled = scaled.center * factor[:, None], scaled.unit * factor
-        return cls(shift, Moments.merge(eqx.tree_at(entries, scaled, rescaled)))
-
-    @property
-    def count(self) -> Real[Array, ""]:
-        return self.scaled.count
-
-    @property
-    def mean(self) -> Real[Array, ""]:
-        """The logarithm of the mean."""
-        return self.shift + jnp.log(self.scaled.mean)
-
-    def std_err(self) -> Real[Array, ""]:
-        """`log(m) - log(m - s)` for the mean m and its standard error s. To first order
-        this is the relative error s / m; it is infinite where that is 1 or more."""
-        relative = self.scaled.std_err() / self.scaled.mean
-        known = relative < 1
-        return jnp.where(known, -jnp.log1p(-jnp.where(known, relative, 0)), jnp.inf)
-
-
-def _largest(x: Real[Array, " m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
-    """Of those that are `valid`, or 0."""
-    largest = jnp.max(jnp.where(valid, x, -jnp.inf))
-    return jnp.where(valid.any(), largest, 0)
 
 
 class _Run(eqx.Module):
@@ -137,6 +94,8 @@ class _LogTraceExp(AbstractTask):
 
     scale: Real[Array, ""]
     num_steps: int | AdaptiveSteps
+    sampler: AbstractSampler
+    krylov: Lanczos
     quantity: AbstractQuantity = Trace()
 
     @property
@@ -188,14 +147,21 @@ class _LogTraceExp(AbstractTask):
     ) -> Estimate:
         flat = flatten(operator)
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
-        settings = flat, k, key, execution, scale
-        choose = lambda steps: _choose(steps, *settings)  # noqa: E731
+        krylov = self.krylov
+
+        def draw(flat, index):
+            return draw_for(flat, self.sampler, key, index[None])
+
+        def choose(adaptive):
+            probe = draw(flat, jnp.zeros((), int))[:, 0]
+            return _choose(adaptive, flat, krylov, probe, k, execution, scale)
+
         steps, k = Steps.resumed(self.num_steps, choose, k)
 
         def body(flat, index):
-            probe = _draw(flat, key, index)
-            state = _LANCZOS.start(flat, probe[:, 0], steps.most)
-            state = _LANCZOS.advance(flat.frozen, state, 0, steps.made)
+            probe = draw(flat, index)
+            state = krylov.start(flat, probe[:, 0], steps.most)
+            state = krylov.advance(flat.frozen, state, 0, steps.made)
             one = _Run.read(state, steps.made, scale)
             frame = FirstOrderFrame(one.left[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
@@ -203,11 +169,11 @@ class _LogTraceExp(AbstractTask):
 
         def reduce(outs, valid):
             samples, (_, extremes, _) = outs
-            return _LogMoments.of(samples, valid), span(extremes)
+            return LogMoments.of(samples, valid), span(extremes)
 
         def merge(parts):
             moments, extremes = parts
-            return _LogMoments.merge(moments), span(extremes, moments.count)
+            return LogMoments.merge(moments), span(extremes, moments.count)
 
         streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
         (moments, extremes), samples = streamed.summary, streamed.samples
@@ -258,8 +224,9 @@ class _LogTraceExp(AbstractTask):
 def _choose(
     adaptive: AdaptiveSteps,
     flat: FlatOperator,
+    krylov: Lanczos,
+    probe: Inexact[Array, " n"],
     k: int | Adaptive,
-    key: PRNGKeyArray | None,
     execution: AbstractExecution,
     scale: Real[Array, ""],
 ) -> Int[Array, ""]:
@@ -275,23 +242,13 @@ def _choose(
         size = _magnitude(constant, one.extremes)
         return excess(one.error / 2 - flat.rounding * size, aimed)
 
-    probe = _draw(flat, key, jnp.zeros((), int))[:, 0]
-    return choose_steps(adaptive, _LANCZOS, flat, probe, 4, look, execution)
+    return choose_steps(adaptive, krylov, flat, probe, 4, look, execution)
 
 
 def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:
     """What rounding is relative to: exponents, and their sum, a relative error of which
     is an absolute one of its logarithm."""
     return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
-
-
-def _draw(
-    flat: FlatOperator, key: PRNGKeyArray | None, index: Int[Array, ""]
-) -> Inexact[Array, "n 1"]:
-    return draw_for(flat, RademacherSampler(), key, index[None])
-
-
-_LANCZOS = Lanczos()
 
 
 def log_trace_exp(
@@ -301,6 +258,8 @@ def log_trace_exp(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    sampler: AbstractSampler = RademacherSampler(),
+    window: int | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -347,6 +306,9 @@ def log_trace_exp(
         [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
         small beside the sampling error or the tolerance, found by one run more.
     - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `sampler`: the distribution of the probes. Default:
+        [`traceax.RademacherSampler`][].
+    - `window`: as for [`traceax.Lanczos`][].
 
     **Returns:**
 
@@ -367,8 +329,8 @@ def log_trace_exp(
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
     in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders.
-    Memory: `num_steps` vectors of length n for each probe of a block, and for a
-    derivative two for each probe.
+    Memory: `num_steps` vectors of length n for each probe of a block, or with `window=0`
+    and no derivative those of a step; and for a derivative two for each probe.
 
     **Raises:**
 
@@ -396,5 +358,11 @@ def log_trace_exp(
     check_operator(operator)
     check_hermitian(operator)
     num_steps = check_steps(num_steps, operator.in_size())
-    task = _LogTraceExp(scale=real_scalar("scale", scale), num_steps=num_steps)
+    check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
+    task = _LogTraceExp(
+        scale=real_scalar("scale", scale),
+        num_steps=num_steps,
+        sampler=sampler,
+        krylov=Lanczos(window),
+    )
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

@@ -181,6 +181,49 @@ class Moments(eqx.Module):
         return std_err * (1 + 2 * (1 + self.skewness**2 + unseen) / self.count)
 
 
+class LogMoments(eqx.Module):
+    """`Moments` of the exponentials of samples, in log units: these would overflow."""
+
+    shift: Real[Array, "*parts"]
+    scaled: Moments
+
+    @classmethod
+    def of(cls, samples: Real[Array, " m"], valid: Bool[Array, " m"]) -> "LogMoments":
+        shift = _largest(samples, valid)
+        return cls(shift, Moments.of(jnp.exp(samples - shift), valid))
+
+    @classmethod
+    def merge(cls, parts: "LogMoments") -> "LogMoments":
+        scaled, made = parts.scaled, parts.scaled.count > 0
+        shift = _largest(parts.shift, made)
+        factor = jnp.where(made, jnp.exp(parts.shift - shift), 0)
+        entries = lambda x: (x.center, x.unit)  # noqa: E731
+        rescaled = scaled.center * factor[:, None], scaled.unit * factor
+        return cls(shift, Moments.merge(eqx.tree_at(entries, scaled, rescaled)))
+
+    @property
+    def count(self) -> Real[Array, "*parts"]:
+        return self.scaled.count
+
+    @property
+    def mean(self) -> Real[Array, ""]:
+        """The logarithm of the mean."""
+        return self.shift + jnp.log(self.scaled.mean)
+
+    def std_err(self) -> Real[Array, ""]:
+        """`log(m) - log(m - s)` for the mean m and its standard error s. To first order
+        this is the relative error s / m; it is infinite where that is 1 or more."""
+        relative = self.scaled.std_err() / self.scaled.mean
+        known = relative < 1
+        return jnp.where(known, -jnp.log1p(-jnp.where(known, relative, 0)), jnp.inf)
+
+
+def _largest(x: Real[Array, " m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
+    """Of those that are `valid`, or 0."""
+    largest = jnp.max(jnp.where(valid, x, -jnp.inf))
+    return jnp.where(valid.any(), largest, 0)
+
+
 def _beside(x: Array, entries: Array) -> Array:
     """A number for each sample, reshaped to broadcast against the entries of the
     samples."""

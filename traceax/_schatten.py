@@ -91,11 +91,11 @@ def _undifferentiable_rule(primals, tangents):
 def schatten_norm(
     operator: lx.AbstractLinearOperator,
     p: int | float,
+    estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
-    estimator: SLQEstimator = SLQEstimator(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -130,14 +130,14 @@ def schatten_norm(
     - `operator`: any `lineax.AbstractLinearOperator`, real or complex, on arrays or
         PyTrees; input and output may differ. Let n be the smaller of its sizes.
     - `p`: a positive Python number.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
+        singular values.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
         are those of the norm.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `execution`, `throw`: as for [`traceax.trace`][].
-    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
-        singular values.
 
     **Returns:**
 

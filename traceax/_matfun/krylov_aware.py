@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from .._adaptive import Adaptive, largest_budget
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator
-from .._gradient import attach, attach_derivative
+from .._gradient import attach
 from .._iterate import embed
 from .._kernel.lanczos import (
     block_lanczos_advance,
@@ -21,19 +21,15 @@ from .._kernel.lanczos import (
 )
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, SphereSampler
-from .._solution import Estimate, first_failure
+from .._solution import Estimate
 from .base import AbstractFunctionEstimator, found
 from .deflated_forms import DeflatedForms
 from .deflation import Deflation
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .lanczos import Lanczos
-from .quadratic_form import (
-    check_domain,
-    check_precision,
-    span,
-)
-from .samples import stream_forms
+from .quadratic_form import span
+from .samples import estimate_of_forms, stream_forms
 from .steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 
 
@@ -172,19 +168,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         settings = operator, function, gradient, rest, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, extremes = streamed.summary
-        sample_errors, _, residuals = streamed.others
         extremes = span(jnp.stack([extremes, forms.ends]))
-        low, high, rounding, magnitude, *_ = moments.mean_errors
-        in_domain = check_domain(function, operator, extremes, moments.mean)
-        taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
-        width = high - low + 2 * deflation.rounding
-        std_err = moments.std_err()
-        precise = check_precision(operator, std_err, width, rounding, magnitude)
-        precise = first_failure(precise, deflation.check_precision(magnitude))
-        extra = {"gradient_residual": residuals, "ritz_values": extremes}
-        if function.bracketed:
-            extra["sample_brackets"] = sample_errors[:, :2]
-            extra["bracket"] = jnp.stack([low, high])
 
         def mean():
             left = deflation.left(function, operator.eps)
@@ -201,18 +185,19 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             used = jnp.concatenate([deflation.basis, used], axis=1)
             return used.shape[1] ** 0.5 * used
 
-        return Estimate(
-            value=attach_derivative(moments.mean, mean),
-            std_err=jnp.hypot(std_err, deflation.rounding),
-            samples=streamed.samples,
-            num_matvecs=products + steps.made * streamed.count,
-            rounding=operator.rounding,
-            magnitude=magnitude,
-            result=first_failure(in_domain, precise, streamed.loop.result, wide),
-            extra=extra | taken | streamed.loop.extra,
+        estimate = estimate_of_forms(
+            *(streamed, operator, function, k, steps, excess),
+            live=mean,
+            extremes=extremes,
+            common=deflation.rounding,
+            lost=deflation.check_precision,
+        )
+        return dataclasses.replace(
+            estimate,
+            std_err=jnp.hypot(estimate.std_err, deflation.rounding),
+            num_matvecs=estimate.num_matvecs + products,
             state=steps.state(deflated.state(streamed.loop.state)),
             probes=probes,
-            bounds=moments.bounds(deflation.rounding),
         )
 
     def _check(

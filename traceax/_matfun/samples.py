@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -7,13 +8,15 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 from .._adaptive import Adaptive
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator
-from .._gradient import attach
+from .._gradient import attach, attach_derivative
 from .._iterate import stream, Streamed
 from .._moments import Moments
 from .._quantity import AbstractQuantity
+from .._solution import Estimate, first_failure
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .quadratic_form import QuadraticForm, span
+from .quadratic_form import check_domain, check_precision, QuadraticForm, span
+from .steps import Steps
 
 
 class FormMoments(eqx.Module):
@@ -119,4 +122,49 @@ def stream_forms(
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity
+    )
+
+
+def estimate_of_forms(
+    streamed: Streamed,
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    k: int | Adaptive,
+    steps: Steps,
+    excess: Callable[[Array, tuple[Array, Array], float], Real[Array, ""]],
+    *,
+    live: Callable[[], Inexact[Array, ""]],
+    extremes: Real[Array, "2"],
+    common: Real[Array, ""] | float = 0.0,
+    lost: Callable[[Real[Array, ""]], Any] = lambda magnitude: None,
+) -> Estimate:
+    """What `stream_forms` has found. Products and state are those of the samples alone.
+
+    `excess` is that of a value, a bracket and a deviation over the target; `live()` is
+    the value with its derivative; `extremes` are the smallest and the largest Ritz value;
+    `common` is a rounding error that all samples share, and `lost(magnitude)` the result
+    that says whether that is too large."""
+    moments = streamed.summary[0]
+    sample_errors, _, residuals = streamed.others
+    low, high, rounding, magnitude, *_ = moments.mean_errors
+    extra = {"gradient_residual": residuals, "ritz_values": extremes}
+    if function.bracketed:
+        extra["sample_brackets"] = sample_errors[:, :2]
+        extra["bracket"] = jnp.stack([low, high])
+    in_domain = check_domain(function, operator, extremes, moments.mean)
+    taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
+    std_err, width = moments.std_err(), high - low + 2 * common
+    precise = check_precision(operator, std_err, width, rounding, magnitude)
+    results = in_domain, precise, lost(magnitude)
+    return Estimate(
+        value=attach_derivative(moments.mean, live),
+        std_err=std_err,
+        samples=streamed.samples,
+        num_matvecs=streamed.count * steps.made,
+        rounding=operator.rounding,
+        magnitude=magnitude,
+        result=first_failure(*results, streamed.loop.result, wide),
+        extra=extra | taken | streamed.loop.extra,
+        state=steps.state(streamed.loop.state),
+        bounds=moments.bounds(common),
     )

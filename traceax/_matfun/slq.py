@@ -8,10 +8,9 @@ from .._adaptive import Adaptive, largest_budget
 from .._checks import check_instance
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
-from .._gradient import attach_derivative
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import Estimate, first_failure
+from .._solution import Estimate
 from .arnoldi import Arnoldi
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction
@@ -19,8 +18,8 @@ from .golub_kahan import GolubKahan
 from .gradients import AbstractFunctionGradient
 from .krylov import AbstractKrylovMethod
 from .lanczos import Lanczos
-from .quadratic_form import check_domain, check_precision, worst
-from .samples import stream_forms
+from .quadratic_form import worst
+from .samples import estimate_of_forms, stream_forms
 from .steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 
 
@@ -149,17 +148,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         settings = operator, function, gradient, k, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
-        moments, extremes = streamed.summary[0], worst(streamed.summary[1])
-        sample_errors, _, residuals = streamed.others
-        low, high, rounding, magnitude, *_ = moments.mean_errors
-        extra = {"gradient_residual": residuals, "ritz_values": extremes}
-        if function.bracketed:
-            extra["sample_brackets"] = sample_errors[:, :2]
-            extra["bracket"] = jnp.stack([low, high])
-        taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
-        in_domain = check_domain(function, operator, extremes, moments.mean)
-        std_err = moments.std_err()
-        precise = check_precision(operator, std_err, high - low, rounding, magnitude)
+        moments, extremes = streamed.summary
 
         def probes():
             budget = largest_budget(k)
@@ -167,20 +156,13 @@ class SLQEstimator(AbstractFunctionEstimator):
             weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
             return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
 
-        return Estimate(
-            value=attach_derivative(moments.mean, streamed.mean),
-            std_err=std_err,
-            samples=streamed.samples,
-            num_matvecs=(streamed.count * steps.made + steps.spent)
-            * krylov.products_per_step,
-            rounding=operator.rounding,
-            magnitude=magnitude,
-            result=first_failure(in_domain, precise, streamed.loop.result, wide),
-            extra=extra | taken | streamed.loop.extra,
-            state=steps.state(streamed.loop.state),
-            probes=probes,
-            bounds=moments.bounds(),
+        estimate = estimate_of_forms(
+            *(streamed, operator, function, k, steps, excess),
+            live=streamed.mean,
+            extremes=worst(extremes),
         )
+        products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
+        return dataclasses.replace(estimate, num_matvecs=products, probes=probes)
 
     def method(
         self, operator: FlatOperator, function: AbstractSpectralFunction
