@@ -337,7 +337,7 @@ def log_trace_exp(
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `key` is missing.
+        `num_steps` is too small; `window` is negative or no integer; `key` is missing.
     - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
         or the largest number of adaptive steps, is too small for the tolerance.
 

@@ -255,7 +255,8 @@ class Solution(eqx.Module):
         operator's dtype (float32 for operators in bfloat16 or float16); real for norms,
         log-determinants and traces of functions of Hermitian operators.
     - `std_err`: the standard error of `value`, real, of its structure and in its units.
-        `inf` where one sample leaves it unknown; 0 where the value is exact.
+        `inf` where one sample leaves it unknown; 0 where the value is exact, but for
+        `trace_difference` and `gaussian_log_prob`, which count rounding then too.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
     - `stats`: a dictionary. `"num_matvecs"` is the number of products with the
         operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is

@@ -112,8 +112,17 @@ class AbstractTraceEstimator(eqx.Module):
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
         """The call of traceax 1.0: `value, stats = estimator.estimate(key, operator, k)`.
 
-        Arguments, errors and numbers are those of [`traceax.trace`][], whose `value` and
-        `stats` it returns.
+        **Arguments:**
+
+        - `key`, `operator`, `k`: as for [`traceax.trace`][].
+
+        **Returns:**
+
+        `value` and `stats` of the [`traceax.Solution`][] of [`traceax.trace`][].
+
+        **Raises:**
+
+        Errors as [`traceax.trace`][].
         """
         check_operator(operator)
         task = Measurement(estimator=self, quantity=Trace())

@@ -31,6 +31,8 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     length $\sqrt{n - m}$ that is left in the mean,
     $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. Any square operator; the
     samples are independent given $Q$, so the standard error is that of a mean of `g`.
+    With [`traceax.Adaptive`][] $Q$ grows in blocks as long as that saves products
+    (Persson et al., 2022), for at most half of `max_k`; memory is that of `max_k`.
 
     Cost: `k` products, $O(n k^2)$ operations, about `2.6 k` vectors of length n. Needs
     `k >= 3`; for an error bar, `k >= 4`.
@@ -62,6 +64,16 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             booktitle = {Symposium on Simplicity in Algorithms (SOSA)},
             pages     = {142--155},
             year      = {2021},
+        }
+
+        @article{persson2022improved,
+            author  = {Persson, David and Cortinovis, Alice and Kressner, Daniel},
+            title   = {Improved Variants of the {Hutch++} Algorithm for Trace Estimation},
+            journal = {SIAM Journal on Matrix Analysis and Applications},
+            volume  = {43},
+            number  = {3},
+            pages   = {1162--1185},
+            year    = {2022},
         }
         ```
     """

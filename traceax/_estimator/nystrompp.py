@@ -33,7 +33,9 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     probe scaled so that its part outside the span of the approximation's has the length
     that it has in the mean. Positive
     or negative semidefinite operators only. Its samples are independent given
-    $\hat A$, and all products can be made in one pass over the operator.
+    $\hat A$, and all products can be made in one pass over the operator. With
+    [`traceax.Adaptive`][] the approximation grows in blocks as long as that saves
+    products, for at most half of `max_k`; memory is that of `max_k`.
 
     Cost: `k` products, $O(n k^2)$ operations, about four arrays of `k` vectors of
     length n. Needs `k >= 2`; for an error bar, `k >= 3`.

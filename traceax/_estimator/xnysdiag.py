@@ -39,15 +39,13 @@ class XNysDiagEstimator(XNysTraceEstimator):
     ??? cite
 
         ```bibtex
-        @article{epperly2024xtrace,
-            author  = {Epperly, Ethan N. and Tropp, Joel A. and Webber, Robert J.},
-            title   = {{XTrace}: Making the Most of Every Sample in Stochastic Trace
-                       Estimation},
-            journal = {SIAM Journal on Matrix Analysis and Applications},
-            volume  = {45},
-            number  = {1},
-            pages   = {1--23},
-            year    = {2024},
+        @phdthesis{epperly2025make,
+            author  = {Epperly, Ethan N.},
+            title   = {Make the Most of What You Have: Resource-Efficient Randomized
+                       Algorithms for Matrix Computations},
+            school  = {California Institute of Technology},
+            year    = {2025},
+            note    = {arXiv:2512.15929},
         }
         ```
     """

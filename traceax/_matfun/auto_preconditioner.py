@@ -23,7 +23,8 @@ _BLOCK = 8
 
 class AutoPreconditioner(AbstractPreconditioning):
     r"""A Nystrom preconditioner whose rank the data choose: pass it as `preconditioner`
-    to [`traceax.logdet`][].
+    to [`traceax.logdet`][], [`traceax.trace_difference`][] or
+    [`traceax.gaussian_log_prob`][].
 
     The approximation grows by 8 products at a time. Each block of products makes the
     approximation larger, and tests the one before it: products with the probes

@@ -252,9 +252,10 @@ def function_of(
 
     **Returns:**
 
-    A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric if
-    real, and positive semidefinite if $f \\ge 0$ on its domain. One product costs
-    `num_steps` products with `operator`, and as many vectors of memory.
+    A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric,
+    or `traceax.hermitian_tag` if complex, and positive semidefinite if $f \\ge 0$ on its
+    domain. One product costs `num_steps` products with `operator`, and as many vectors of
+    memory.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
     linear only to that accuracy. First derivatives with respect to the vector, the

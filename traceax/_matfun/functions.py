@@ -75,7 +75,16 @@ class AbstractSpectralFunction(eqx.Module):
         """
 
     def derivative(self, x: Inexact[Array, " s"]) -> Inexact[Array, " s"]:
-        """The derivative, elementwise; by default `jax.jvp` of `__call__`."""
+        """The derivative, elementwise; by default `jax.jvp` of `__call__`.
+
+        **Arguments:**
+
+        - `x`: as for `__call__`.
+
+        **Returns:**
+
+        An array of the shape of `x`.
+        """
         return jax.jvp(self, (x,), (jnp.ones_like(x),))[1]
 
     def of_matrix(

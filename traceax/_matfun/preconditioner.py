@@ -278,7 +278,13 @@ class Preconditioner(AbstractPreconditioner):
     def inverse(self) -> lx.FunctionLinearOperator:
         """$P^{-1}$ as a positive semidefinite `lineax` operator: pass it to
         `lineax.linear_solve` as `options={"preconditioner": preconditioner.inverse()}`.
-        One product costs `4 n r` operations."""
+        One product costs `4 n r` operations.
+
+        **Returns:**
+
+        An operator on vectors of the structure of A, which holds the vectors of P and is
+        constant to derivatives.
+        """
         structure = self.template.in_structure()
         tags = lx.positive_semidefinite_tag
         dtype = self.vectors.dtype
