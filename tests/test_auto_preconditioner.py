@@ -193,6 +193,45 @@ def test_meshes_pytrees_and_negative_operators():
     assert other.stats["num_matvecs"] == solution.stats["num_matvecs"]
 
 
+def nystrom(shift):
+    operator = lx.MatrixLinearOperator(decaying(), PSD)
+    return tx.nystrom_preconditioner(operator, 10, key=KEY, shift=shift)
+
+
+def test_a_preconditioner_in_another_one_rescales_the_bound():
+    """Both are multiples of the identity. The bound of A is one of what they leave."""
+    matrix = hermitian(0, np.append(np.full(90, 0.5), np.geomspace(1e6, 1e7, N - 90)))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    settings = {"k": 10, "num_steps": 2, "key": KEY, "throw": False}
+    bounded = tx.SLQEstimator(lower_bound=0.5)
+    plain = tx.logdet(operator, bounded, **settings)
+    nested = tx.Preconditioned(bounded, Multiple(2.0))
+    found = tx.logdet(operator, nested, preconditioner=Multiple(10.0), **settings)
+    assert np.allclose(found.stats["bracket"], plain.stats["bracket"], rtol=1e-6)
+
+
+class Multiple(tx.AbstractPreconditioner):
+    """Of the identity."""
+
+    factor: float
+    num_matvecs: int = 0
+    size = N
+
+    @property
+    def logdet(self):
+        return N * jnp.log(self.factor)
+
+    @property
+    def largest(self):
+        return jnp.asarray(self.factor)
+
+    def power(self, exponent, x):
+        return self.factor**exponent * x
+
+    def control(self, operator, value, probes, execution):
+        return value
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -201,6 +240,10 @@ def test_meshes_pytrees_and_negative_operators():
         (lambda: tx.AutoPreconditioner(-1.0), ValueError, "`shift` must be positive"),
         (lambda: tx.AutoPreconditioner(None), TypeError, "`shift` must be a number"),
         (lambda: run(decaying(), SHIFT, None), ValueError, "`key` is missing"),
+        (lambda: nystrom(-1.0), ValueError, "`shift` must be finite, 0 or more"),
+        (lambda: nystrom(float("nan")), ValueError, "`shift` must be finite"),
+        (lambda: nystrom(jnp.ones(1)), TypeError, "`shift` must be a real number"),
+        (lambda: nystrom("0.1"), TypeError, "`shift` must be a real number"),
     ],
 )
 def test_errors(make, error, message):

@@ -353,6 +353,24 @@ def test_second_derivatives_are_refused(argnum):
         jax.grad(slope, argnums=argnum)(kernel(PARAMETERS), RESIDUAL)
 
 
+class Ones(tx.AbstractPreconditioner):
+    """The identity."""
+
+    rows: int
+    num_matvecs: int = 0
+    logdet, largest = np.zeros(()), np.ones(())
+
+    @property
+    def size(self):
+        return self.rows
+
+    def power(self, exponent, x):
+        return x
+
+    def control(self, operator, value, probes, execution):
+        return value
+
+
 @pytest.mark.parametrize(
     ("kind", "parts", "change"),
     [
@@ -366,6 +384,11 @@ def test_second_derivatives_are_refused(argnum):
         (TypeError, ["`solver`", "lineax.CG"], {"solver": "cg"}),
         (ValueError, ["`key`"], {"key": None}),
         (TypeError, ["`preconditioner`"], {"preconditioner": np.eye(N)}),
+        (
+            ValueError,
+            ["`preconditioner`", "7 and 40"],
+            {"preconditioner": Ones(7), "k": N},
+        ),
     ],
 )
 def test_misuse(kind, parts, change):
@@ -380,6 +403,29 @@ def test_misuse(kind, parts, change):
 def nystrom(matrix, shift):
     operator = matrix_free(matrix, PSD)
     return tx.nystrom_preconditioner(operator, 10, key=jr.key(1), shift=shift)
+
+
+def test_history_is_that_of_the_density():
+    budget = tx.Adaptive(atol=0.05, max_k=36, round_size=4, min_samples=4, history=True)
+    settings = {"k": budget, "num_steps": 12, "key": KEY, "throw": False}
+    operator = matrix_free(kernel(PARAMETERS), PSD)
+    solution = tx.gaussian_log_prob(operator, RESIDUAL, **settings)
+    of_determinant = solution.stats["logdet"].stats["history"]
+    rows = solution.stats["history"]
+    assert rows.shape == of_determinant.shape
+    assert len(rows) > 1
+    assert np.allclose(np.diff(rows[:, 1]), -np.diff(of_determinant[:, 1]) / 2)
+    assert np.allclose(rows[-1, 1:], [solution.value, solution.std_err], rtol=1e-6)
+
+
+def test_python_numbers_in_the_residual():
+    structure = {
+        "a": jax.ShapeDtypeStruct((), float),
+        "b": jax.ShapeDtypeStruct((), float),
+    }
+    operator = lx.FunctionLinearOperator(lambda v: v, structure, PSD)
+    solution = tx.gaussian_log_prob(operator, {"a": 1.0, "b": 2}, k=2)
+    assert np.allclose(solution.value, -2.5 - np.log(2 * np.pi))
 
 
 def check_parts(solution, matrix, residual):

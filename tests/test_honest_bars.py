@@ -279,6 +279,39 @@ def test_moments_of_long_samples(m):
     assert np.allclose(moments.skewness, skewness)
 
 
+def test_bars_of_parts_that_fall_fast_with_each_probe():
+    """Those of leaf traces, of which a single leaf is the trace."""
+    structure = {
+        name: jax.ShapeDtypeStruct((size,), float)
+        for name, size in (("first", 20), ("second", 44))
+    }
+    eigenvalues = 0.3 ** np.arange(N)
+    matrix = hermitian(0, eigenvalues)
+
+    @jax.jit
+    def leaves(matrix, keys):
+        def product(v):
+            flat = matrix @ jnp.concatenate([v["first"], v["second"]])
+            return {"first": flat[:20], "second": flat[20:]}
+
+        operator = lx.FunctionLinearOperator(product, structure, PSD)
+
+        def one(key):
+            found = tx.leaf_traces(operator, tx.XNysTraceEstimator(), k=20, key=key)
+            return found.value, found.std_err
+
+        return jax.lax.map(one, keys)
+
+    values, bars = leaves(matrix, jr.split(jr.key(20261125), 1000))
+    diagonal, quantile = np.diag(matrix), stats.t.ppf(0.975, 19)
+    for name, exact in (
+        ("first", np.sum(diagonal[:20])),
+        ("second", np.sum(diagonal[20:])),
+    ):
+        errors = np.asarray(values[name]) - exact
+        assert_covers(errors, quantile * np.asarray(bars[name]), 0.96)
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.5])
 def test_error_that_falls_fast_with_each_probe(rate):
     """Covered in most draws, and not in the mean alone, where a few bars are large."""

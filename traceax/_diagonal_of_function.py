@@ -23,7 +23,7 @@ from ._matfun.function_of import Action, check_of_eigenvalues
 from ._matfun.functions import AbstractSpectralFunction, Inverse
 from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
-from ._matfun.preconditioner import AbstractPreconditioner
+from ._matfun.preconditioner import AbstractPreconditioner, check_size
 from ._matfun.quadratic_form import check_domain, how_outside
 from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
 from ._quantity import AbstractQuantity, Diagonal, Shifted
@@ -323,12 +323,7 @@ def _check_preconditioner(
 ) -> None:
     example = "nystrom_preconditioner(operator, rank, key=key)"
     check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
-    if preconditioner.size != operator.in_size():
-        raise ValueError(
-            "`preconditioner` must be of the size of `operator`. Found "
-            f"{preconditioner.size} and {operator.in_size()}. Make it from this "
-            f"operator, for example `traceax.{example}`."
-        )
+    check_size(preconditioner, operator.in_size())
     plain = isinstance(function, Inverse) and function.singular_at_zero
     if not plain or not lx.is_positive_semidefinite(operator):
         raise ValueError(

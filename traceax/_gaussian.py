@@ -144,6 +144,7 @@ def _prepare(preconditioning, operator, settings) -> _Made:
 
 def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     flat = flatten(operator)
+    residual, initial = jax.tree.map(jnp.asarray, (residual, initial))
     right = to_flat(residual, flat.dtype)
     frozen = jax.lax.stop_gradient(right)
     start = jnp.zeros_like(frozen)
@@ -190,6 +191,11 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         stats["bounds"] = jnp.stack([combine(ends), bars], axis=1)
     if "ritz_values" in known:
         stats["ritz_values"] = known["ritz_values"]
+    if "history" in known:
+        made, values, bars = known["history"].T
+        values = jnp.where(jnp.isfinite(values), combine(values), values)
+        bars = jnp.hypot(bars, rounding) / 2
+        stats["history"] = jnp.stack([made, values, bars], axis=1)
     value = combine(determinant.value)
     result = first_failure(
         determinant.result,
@@ -351,7 +357,7 @@ def gaussian_log_prob(
     if initial is not None:
         _check_vector("initial", initial, operator)
     if preconditioner is not None:
-        check_preconditioner(preconditioner)
+        check_preconditioner(preconditioner, operator.in_size())
     if solver is None:
         tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
         limit = 10 * operator.in_size()

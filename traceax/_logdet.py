@@ -15,7 +15,7 @@ from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.functions import AbstractSpectralFunction, Log
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
-from ._matfun.preconditioned import Preconditioned
+from ._matfun.preconditioned import check_preconditioner, Preconditioned
 from ._matfun.preconditioner import AbstractPreconditioning
 from ._matfun.singular_functions import SingularLog
 from ._matfun.slq import SLQEstimator
@@ -197,6 +197,7 @@ def logdet(
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if preconditioner is not None:
+        check_preconditioner(preconditioner, operator.in_size())
         estimator = Preconditioned(estimator, preconditioner)
     task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

@@ -175,7 +175,7 @@ def trace_difference(
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:
-        check_preconditioner(preconditioner)
+        check_preconditioner(preconditioner, operator.in_size())
     hermitian = is_hermitian(operator) and is_hermitian(other)
     function = as_spectral_function(function, dtypes(operator)[0], hermitian=hermitian)
     task = _TraceDifference(

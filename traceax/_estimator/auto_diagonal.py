@@ -36,7 +36,8 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
        [`traceax.HutchinsonEstimator`][]: the first half of the products serves both, and
        their variances decide. With `traceax.Adaptive`, always the former, which on a
        flat spectrum seldom reaches a tolerance: pass `HutchinsonEstimator()` there;
-    4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
+    4. [`traceax.HutchinsonEstimator`][] for those if `k` is below 4, where XDiag has no
+       error bar; with `traceax.Adaptive` if it is 1.
 
     With [`traceax.Adaptive`][] the `k` of these rules is `round_size`, not `max_k`.
 
@@ -77,19 +78,23 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        chosen = _choose(operator, first_budget(k))
+        chosen = _estimator_for(operator, k)
         return chosen.measure(quantity, operator, k, key, execution)
 
 
 AutoDiagonalEstimator.__init__.__doc__ = "**Arguments:** none."
 
 
-def _choose(operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimator:
-    if diagonal_cost(operator) <= k:
+def _estimator_for(
+    operator: lx.AbstractLinearOperator, k: int | Adaptive
+) -> AbstractTraceEstimator:
+    if diagonal_cost(operator) <= first_budget(k):
         return ExactTraceEstimator()
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
         return _XNysDiagOrSigns()
-    return _XDiagOrSigns() if k >= XDiagEstimator.min_matvecs else HutchinsonEstimator()
+    # One pair of products has no variance to compare; a loop goes on to more of them.
+    least = XDiagEstimator.min_matvecs if isinstance(k, Adaptive) else 4
+    return _XDiagOrSigns() if first_budget(k) >= least else HutchinsonEstimator()
 
 
 # The basis is taken if its variances are below this fraction of those of signs, for as

@@ -61,6 +61,8 @@ class Sketch(eqx.Module):
     - `expansion`: a function without arguments that makes estimates of the whole
         operator, a [`traceax.internal.AbstractExpansion`][] with as many as there are
         samples, from which linear quantities follow; `None` for the trace alone.
+    - `raised`: how many times `std_err` is what the samples of the trace alone show, for
+        parts of the trace, whose bars are raised likewise. Real, shape `()`.
     - `noise`: a standard error of the trace that the samples do not show, added to
         theirs in quadrature; an entry of a diagonal gets `noise / sqrt(n)`. Real, shape
         `()`.
@@ -76,6 +78,7 @@ class Sketch(eqx.Module):
     valid: Bool[Array, " m"] | None = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     expansion: Callable[[], AbstractExpansion] | None = None
+    raised: Real[Array, ""] | float = 1.0
     noise: Real[Array, ""] | float = 0.0
 
 
@@ -233,7 +236,10 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         if sketch.expansion is None:
             raise refusal(self, quantity, adaptive=sketch.valid is not None)
         skewed = is_skewed(quantity, self.sampler)
-        return read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
+        seen = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
+        if quantity.entrywise:
+            return seen
+        return dataclasses.replace(seen, std_err=sketch.raised * seen.std_err)
 
     def in_rounds(
         self,

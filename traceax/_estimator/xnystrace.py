@@ -105,9 +105,9 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             return xnystrace_expansion(*tall, *small, shift, self.improved)
 
         # The frame is that of XTrace for the same probes.
-        q, s, vh = thin_svd(products @ (s[:, None] * vh), eps)
+        q, s, vh = thin_svd(products @ (s[:, None] * vh), float(jnp.finfo(s.dtype).eps))
         frame = leave_one_out_frame(probes, q, leave_one_out(s, vh, eps), self.improved)
-        std_err, extra = standard_errors(samples, without)
+        std_err, raised, extra = standard_errors(samples, without)
         return Sketch(
             samples,
             std_err,
@@ -117,6 +117,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             semidefinite=approximation.semidefinite,
             extra=extra,
             expansion=expansion,
+            raised=raised,
             noise=_inexact(m, shift),
         )
 
@@ -164,7 +165,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             tall = probes, nystrom.basis @ coordinates, products, factor
             return xnystrace_expansion(*tall, *small, shift, self.improved)
 
-        std_err, extra = standard_errors(samples, without, valid)
+        std_err, raised, extra = standard_errors(samples, without, valid)
 
         rotation, *_, loo = leave_one_out_of(nystrom.r @ state.probes, eps)
         settings = self.improved, count
@@ -179,6 +180,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             valid=valid,
             extra=extra,
             expansion=expansion,
+            raised=raised,
             noise=_inexact(count, shift),
         )
 

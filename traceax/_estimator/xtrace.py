@@ -124,7 +124,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             state.small, rotation, s, vh, loo, n, self.improved
         )
         valid = jnp.arange(m) < rounds * b
-        std_err, extra = standard_errors(samples, without, valid)
+        std_err, raised, extra = standard_errors(samples, without, valid)
 
         def expansion():
             small, lefts = state.small, rotation @ loo.directions
@@ -161,6 +161,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             valid=valid,
             extra=extra,
             expansion=expansion,
+            raised=raised,
         )
 
 

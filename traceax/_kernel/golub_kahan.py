@@ -71,8 +71,8 @@ def golub_kahan_advance(
     Saunders, ACM TOMS 8, 1982."""
     dtype = state.carry[0].dtype
 
-    def split(x, rows, j, scale):
-        x, norm = orthogonalise(x, (rows,), j, window)
+    def split(x, rows, last, near, scale):
+        x, norm = orthogonalise(x, (rows,), last, window, [near])
         alive = ~(norm <= eps * scale)
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
@@ -82,13 +82,13 @@ def golub_kahan_advance(
         product = mv(vector)
         projected_beta = dot(previous, product).real
         rest = product - beta.astype(dtype) * previous
-        left, alpha = split(rest, lefts, j, scale)
+        left, alpha = split(rest, lefts, j - 1, previous, scale)
         scale = jnp.maximum(scale, alpha)
         (lefts,) = put_row((lefts,), left, j)
         product = adjoint_mv(left)
         projected_alpha = dot(vector, product).real
         rest = product - alpha.astype(dtype) * vector
-        vector, beta = split(rest, rights, j, scale)
+        vector, beta = split(rest, rights, j, vector, scale)
         scale = jnp.maximum(scale, beta)
         found = jnp.stack([alpha, beta, projected_alpha, projected_beta])
         entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)

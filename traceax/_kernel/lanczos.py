@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -119,7 +119,8 @@ def lanczos_advance(
         rest = product - form.astype(dtype) * vector
         rest = rest - beta.astype(dtype) * previous
         scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
-        following, residual = orthogonalise(rest, buffers, j, window)
+        near = vector, previous
+        following, residual = orthogonalise(rest, buffers, j, window, near)
         alive = ~(residual <= eps * scale)
         following = jnp.where(alive, following, 0)
         beta = jnp.where(alive, residual, 0)
@@ -348,12 +349,16 @@ def orthogonalise(
     buffers: tuple[Inexact[Array, "_ n"], ...],
     j: Int[Array, ""] | int,
     window: int | None,
+    near: Sequence[Inexact[Array, " n"]],
 ) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
     """`unit` of x less its components along rows of the buffers, orthonormal or zero, the
     last of which is row j: along all of them, or as many of the last ones as the `window`
-    has. A second pass is made where the first one cancels most of x ("twice is enough":
-    Kahan)."""
+    has, and if that is 0 along those `near`, which the recurrence has removed already: at
+    a breakdown what it leaves is rounding, in any direction. A second pass is made where
+    the first one cancels most of x ("twice is enough": Kahan)."""
     if window == 0:
+        for vector in near:
+            x = x - dot(vector, x) * vector
         return unit(x)
     x, scale = normalise(x)
     if window is not None:

@@ -32,17 +32,6 @@ class LeaveOneOut(eqx.Module):
     rank: Real[Array, ""]
 
 
-def without_rounding(
-    s: Real[Array, " m"], r: Inexact[Array, "m m"], eps: float
-) -> Real[Array, " m"]:
-    """The singular values of R, 0 for those that are rounding: of the products, whose
-    relative error is `eps`, and independent in each column, or of arithmetic with them.
-    Others may be far below `eps * s[0]`, and in low precision most of the trace."""
-    column = jnp.sqrt(jnp.max(jnp.sum(jnp.abs(r) ** 2, axis=0)))
-    arithmetic = float(jnp.finfo(s.dtype).eps)
-    return jnp.where(s > jnp.maximum(arithmetic * s[0], eps * column), s, 0)
-
-
 def leave_one_out(
     s: Real[Array, " m"], vh: Inexact[Array, "m m"], eps: float
 ) -> LeaveOneOut:
@@ -70,9 +59,14 @@ def leave_one_out_of(
     r: Inexact[Array, "m m"], eps: float
 ) -> tuple[Inexact[Array, "m m"], Real[Array, " m"], Inexact[Array, "m m"], LeaveOneOut]:
     """For `X = Q R`: the singular value decomposition of R, with zero columns and values
-    where they are rounding, and the directions."""
+    where they are rounding, and the directions.
+
+    That is rounding of arithmetic. Errors of the products, larger in low precision, stay:
+    leaving out a column is exact algebra for any columns. Without them Q would be the
+    dominant part of the range, which depends on all columns, and also on the one that is
+    left out."""
     u, s, vh = svd(r)
-    s = without_rounding(s, r, eps)
+    s = jnp.where(s > float(jnp.finfo(s.dtype).eps) * s[0], s, 0)
     return u * (s > 0), s, vh, leave_one_out(s, vh, eps)
 
 
@@ -215,17 +209,25 @@ def standard_errors(
     samples: Inexact[Array, " m"],
     pairs: Inexact[Array, "m m"],
     valid: Bool[Array, " m"] | None = None,
-) -> tuple[Real[Array, ""], dict[str, Array]]:
-    """The standard error of the mean of leave-one-out samples, those of `valid` probes,
-    and two others by name: the jackknife, which is cautious, and the published one,
-    which takes the samples to be independent and is too small."""
+) -> tuple[Real[Array, ""], Real[Array, ""], dict[str, Array]]:
+    """The standard error of the mean of leave-one-out samples, those of `valid` probes;
+    how many times that is what the samples alone show; and two others by name: the
+    jackknife, which is cautious, and the published one, which takes the samples to be
+    independent and is too small."""
     valid = jnp.ones(samples.shape, bool) if valid is None else valid
     moments = Moments.of(samples, valid)
     std_err = moments.std_err(sample_covariance(samples, pairs, valid))
     cautious = jackknife(pairs, valid)
     # Where the error falls fast with each probe, a few draws make up the mean of the
     # estimated variance, and too many others are too small. The jackknife's are not.
-    return jnp.maximum(std_err, cautious / 5), {
-        "jackknife_std_err": cautious,
-        "independent_std_err": moments.independent_std_err,
-    }
+    raised = jnp.maximum(std_err, cautious / 5)
+    known = (std_err > 0) & jnp.isfinite(raised)
+    factor = jnp.where(known, raised / jnp.where(known, std_err, 1), 1)
+    return (
+        raised,
+        factor,
+        {
+            "jackknife_std_err": cautious,
+            "independent_std_err": moments.independent_std_err,
+        },
+    )

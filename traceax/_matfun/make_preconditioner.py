@@ -1,9 +1,11 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
-from .._checks import check_key, check_operator, check_positive
+from .._checks import check_key, check_operator, check_positive, real_scalar
 from .._execution import AbstractExecution, full_precision, Local
 from .._flat import FlatOperator, flatten
 from .._kernel.dense import eigh, normalise, thin_svd
@@ -30,6 +32,16 @@ def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
             "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
         )
     return rank
+
+
+def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
+    """As an array, so that another number is no other program."""
+    if shift is None:
+        return None
+    scalar = real_scalar("shift", shift)
+    if not isinstance(shift, jax.Array) and not 0 <= float(scalar) < math.inf:
+        raise ValueError(f"`shift` must be finite, 0 or more. Found {shift!r}.")
+    return scalar
 
 
 def assemble(
@@ -147,7 +159,8 @@ def nystrom_preconditioner(
         ```
     """
     check_key(key)
-    arguments = (operator, _checked_rank(operator, rank), key, shift, execution)
+    rank, shift = _checked_rank(operator, rank), _checked_shift(shift)
+    arguments = (operator, rank, key, shift, execution)
     name = "nystrom_preconditioner"
     return call(_nystrom, *arguments, name=name, execution=execution, throw=throw)
 
@@ -233,12 +246,14 @@ def pivoted_cholesky_preconditioner(
         ```
     """
     rank, n = _checked_rank(operator, rank), operator.in_size()
+    shift = _checked_shift(shift)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
             f"`diagonal` is missing: an operator of type {type(operator).__name__} does "
             "not know its own without n products. Pass it, or use "
             "`traceax.nystrom_preconditioner`, which needs none."
         )
+    diagonal = None if diagonal is None else jnp.asarray(diagonal)
     if diagonal is not None and diagonal.shape != (n,):
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."

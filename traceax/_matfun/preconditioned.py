@@ -3,7 +3,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree, Scalar
 
 from .._adaptive import Adaptive
 from .._checks import check_instance
@@ -15,7 +15,11 @@ from .._solution import Estimate
 from .base import AbstractFunctionEstimator, found
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
-from .preconditioner import AbstractPreconditioner, AbstractPreconditioning
+from .preconditioner import (
+    AbstractPreconditioner,
+    AbstractPreconditioning,
+    check_size,
+)
 from .steps import AdaptiveSteps
 
 
@@ -31,11 +35,13 @@ def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) 
         )
 
 
-def check_preconditioner(preconditioner: Any) -> None:
-    """Raise unless it is one, or makes one."""
+def check_preconditioner(preconditioner: Any, size: int | None = None) -> None:
+    """Raise unless it is one, of this size if that is known, or makes one."""
     example = "nystrom_preconditioner(operator, rank, key=key)"
     if not isinstance(preconditioner, AbstractPreconditioning):
         check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
+    if isinstance(preconditioner, AbstractPreconditioner) and size is not None:
+        check_size(preconditioner, size)
 
 
 class Prepared(eqx.Module):
@@ -137,6 +143,10 @@ class Preconditioned(AbstractFunctionEstimator):
     @property
     def min_probes(self) -> int:  # pyright: ignore
         return self.estimator.min_probes
+
+    def rescaled(self, factor: Scalar, least: Scalar | None = None) -> "Preconditioned":
+        inner = self.estimator.rescaled(factor, least)
+        return Preconditioned(inner, self.preconditioner)
 
     def run(
         self,

@@ -104,12 +104,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
     def prepare(self, operator: FlatOperator, **_: Any) -> "AbstractPreconditioner":
         """Itself, if it is of the size of the operator."""
-        if self.size != operator.size:
-            raise ValueError(
-                "`preconditioner` must be of the size of `operator`. Found "
-                f"{self.size} and {operator.size}. Make it from this operator, for "
-                "example `traceax.nystrom_preconditioner(operator, rank, key=key)`."
-            )
+        check_size(self, operator.size)
         return self
 
     @property
@@ -208,6 +203,16 @@ class AbstractPreconditioner(AbstractPreconditioning):
 @eqx.filter_jit
 def _log_determinant(values: Array, shift: Array, size: int) -> Array:
     return size * jnp.log(shift) + jnp.sum(jnp.log1p(values / shift))
+
+
+def check_size(preconditioner: AbstractPreconditioner, n: int) -> None:
+    """Raise unless it has n rows."""
+    if preconditioner.size != n:
+        raise ValueError(
+            "`preconditioner` must be of the size of `operator`. Found "
+            f"{preconditioner.size} and {n}. Make it from this operator, for example "
+            "`traceax.nystrom_preconditioner(operator, rank, key=key)`."
+        )
 
 
 class Preconditioner(AbstractPreconditioner):

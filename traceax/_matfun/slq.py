@@ -103,6 +103,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     min_probes: ClassVar[int] = 1
 
     def __check_init__(self):
+        check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
         if self.krylov is not None:
             example = "Lanczos(window=0)"
             check_instance("krylov", self.krylov, AbstractKrylovMethod, example)
@@ -190,5 +191,6 @@ SLQEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `krylov` that is no [`traceax.AbstractKrylovMethod`][].
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], or a `krylov` that
+is no [`traceax.AbstractKrylovMethod`][].
 """
