@@ -203,6 +203,39 @@ def test_few_vectors_and_many_steps():
     assert errors[0] < errors[1] / 3
 
 
+def test_deflates_as_much_at_any_scale():
+    """In float32, where squares of the values are no numbers of it."""
+
+    @jax.jit
+    def products(matrix):
+        operator = matrix_free(matrix, PSD)
+        settings = {"k": budget(rtol=3e-3, round_size=4), "num_steps": 6, "key": KEYS[0]}
+        found = tx.trace_of_function(operator, tx.Power(1.5), ESTIMATOR, **settings)
+        return found.stats["num_matvecs"]
+
+    matrix = hermitian(0, SPECTRA["decaying"])
+    unscaled, *others = (
+        products((scale * matrix).astype(np.float32)) for scale in (1.0, 1e-15, 1e14)
+    )
+    assert others == [unscaled, unscaled]
+
+
+def test_tolerances_are_of_the_whole_log_determinant():
+    """And not of what a preconditioner leaves of it: as for the same absolute one."""
+    matrix = hermitian(0, 0.01 + 2 * 0.8**INDEX)
+    operator = matrix_free(matrix, PSD)
+    outer = tx.nystrom_preconditioner(operator, 10, key=KEYS[1], shift=0.01)
+    settings = {"num_steps": 8, "key": KEYS[0], "preconditioner": outer}
+    exact = np.linalg.slogdet(matrix)[1]
+    counts = [
+        tx.logdet(operator, ESTIMATOR, k=budget(**tolerance), **settings).stats[
+            "num_matvecs"
+        ]
+        for tolerance in ({"rtol": 0.01}, {"rtol": 0.0, "atol": 0.01 * abs(exact)})
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_a_block_with_more_vectors_than_rows():
     estimator = tx.KrylovAwareEstimator(block=(9, 2))
     found = solve(np.diag(np.arange(1.0, 6)), jr.key(0), 3, 2, estimator=estimator)

@@ -124,7 +124,8 @@ def leaf_traces(
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
     structure with a scalar for each leaf. The values sum to that of [`traceax.trace`][]
     with the same key and estimator, to rounding. `stats["num_samples"]` is the number
-    of samples. Products, memory and derivatives are those of `traceax.trace`.
+    of samples. Products and derivatives are those of `traceax.trace`, and memory is up to
+    1.3 times as much.
 
     **Raises:**
 

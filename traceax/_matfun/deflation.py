@@ -24,10 +24,10 @@ from .quadratic_form import (
 
 class Seen(eqx.Module):
     """The deflated part of the squared Frobenius norm of f(A), less a multiple of the
-    identity, which adds no variance; and about the size of the trace."""
+    identity, which adds no variance; and about the trace."""
 
     norm: Real[Array, ""]
-    size: Real[Array, ""]
+    value: Real[Array, ""]
 
 
 class Deflation(eqx.Module):
@@ -102,14 +102,16 @@ class Deflation(eqx.Module):
         slopes = slopes_at(function, used_nodes(self.compression.nodes, weights), eps)
         return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
 
-    def seen(self) -> Seen:
+    def seen(self, unit: Real[Array, ""]) -> Seen:
         """The norm is that of the deflated rows and columns, less the mean of f over the
         first block, which is random. This mean times n, or the deflated part if that is
-        larger, stands for the trace."""
+        larger, stands for the trace. All is in units of `unit`."""
         b, n = len(self.compression.border), len(self.basis)
         first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
-        mean = jnp.sum(first * self.values) / b
-        weighted = (self.values - mean) * self.lead
+        values, value = self.values / unit, self.value / unit
+        mean = jnp.sum(first * values) / b
+        weighted = (values - mean) * self.lead
         inside = weighted @ self.lead.conj().T
         norm = 2 * jnp.sum(jnp.abs(weighted) ** 2) - jnp.sum(jnp.abs(inside) ** 2)
-        return Seen(norm, jnp.maximum(jnp.abs(self.value), n * jnp.abs(mean)))
+        larger = jnp.abs(value) > n * jnp.abs(mean)
+        return Seen(norm, jnp.where(larger, value, n * mean))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from .._adaptive import Adaptive, largest_budget
+from .._checks import check_instance
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator
 from .._gradient import attach
@@ -113,6 +114,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     block: tuple[int, int] | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
+        check_instance("sampler", self.sampler, AbstractSampler, "SphereSampler()")
         if not self.sampler.rotation_invariant:
             raise ValueError(
                 "`sampler` must be rotation invariant: probes are projected and scaled. "
@@ -260,7 +262,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             else:
                 run = advance(run, 0, steps)
                 if isinstance(rest, Adaptive) and by is not None:
-                    run, steps = _grow(rest, advance, look, run, steps, by.made)
+                    settings = rest, quantity, advance, look
+                    run, steps = _grow(*settings, run, steps, by.made)
             deflation = look(run, steps)
         return _Deflated(b, deflation, run, steps, rest, by)
 
@@ -284,6 +287,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
 def _grow(
     k: Adaptive,
+    quantity: AbstractQuantity,
     advance: Callable[..., BlockLanczosState],
     look: Callable[[BlockLanczosState, Int[Array, ""]], Deflation],
     run: BlockLanczosState,
@@ -293,19 +297,23 @@ def _grow(
     """Deflate more, as long as that saves more products than it costs (Chen and Hallman,
     section 5, with the variance of the error bar in the place of a tail bound)."""
     most, b, _ = run.diagonal.shape
+    first = look(run, steps)
+    unit = jnp.max(jnp.abs(first.values))
+    unit = jnp.where(unit > 0, unit, 1)
 
     def unfinished(carry):
         _, steps, seen, gain = carry
-        return (steps < most) & (k.samples_saved(gain, seen.size, jnp.ones(())) > b)
+        value, _ = quantity.present(unit * seen.value, jnp.zeros_like(unit))
+        return (steps < most) & (k.samples_saved(gain, value / unit, unit) > b)
 
     def more(carry):
         run, steps, seen, _ = carry
         following = jnp.minimum(steps + num_steps, most)
         run = advance(run, steps, following)
-        now = look(run, following).seen()
+        now = look(run, following).seen(unit)
         return run, following, now, now.norm - seen.norm
 
-    seen = look(run, steps).seen()
+    seen = first.seen(unit)
     carry = run, steps, seen, seen.norm
     run, steps, *_ = jax.lax.while_loop(unfinished, more, carry)
     return run, steps
@@ -343,6 +351,6 @@ KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for a sampler that is not rotation invariant, and a `block` that is not such
-a pair.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError` for
+one that is not rotation invariant, and a `block` that is not such a pair.
 """

@@ -20,7 +20,10 @@ class SignLog(NamedTuple):
 
 def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
     """For diagonal, triangular, tridiagonal and identity operators, their multiples and
-    products, without a matrix-vector product; None for any other operator."""
+    products, without a matrix-vector product; None for any other operator, such as a
+    product of rectangular ones."""
+    if operator.in_size() != operator.out_size():
+        return None
     match operator:
         case lx.TaggedLinearOperator() if inner := structured_log_det(operator.operator):
             return inner
