@@ -163,6 +163,16 @@ def test_scales_and_shifts(scale, axis):
 
 
 @by_axis
+def test_centring_far_from_zero(axis):
+    """The mean, in more digits than float32 has of such numbers, is subtracted."""
+    x = COUNTS.astype(np.int32) + 10**6
+    operator = tx.data_gram(x, axis=axis, chunk_size=SIZE, standardise=True)
+    found = matrix_of(operator)
+    np.testing.assert_allclose(found, dense(x, standardise=True), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found @ np.ones(N), 0, atol=1e-5)
+
+
+@by_axis
 def test_memory(axis):
     """That of a few chunks in the dtype of products, not of the matrix; with a gradient
     too. The gradient in the matrix is as large as it is."""
@@ -454,3 +464,24 @@ def test_other_mistakes(tmp_path):
         tx.data_gram(COUNTS[:, 0])
     with pytest.raises(TypeError, match=r"`x` must hold numbers\. Found dtype <U1"):
         tx.data_gram(COUNTS.astype(str).astype("U1"))
+
+
+def test_masked_arrays():
+    masked = np.ma.masked_array(COUNTS, mask=COUNTS == 1)
+    with pytest.raises(TypeError, match=r"`x` must not be a `numpy\.ma.*\.filled\(0\)"):
+        tx.data_gram(masked)
+    with pytest.raises(TypeError, match=r"`x\(0, 2\)` must not be.*\.filled\(0\)"):
+        tx.data_gram(Reader(masked), (N, M))
+
+
+@pytest.mark.parametrize("shape", [5, (24.0, 37.0), (7.9, 23.9), (N,), (N, 0), "ab"])
+def test_wrong_shapes(shape, as_users_call):
+    for x in (Reader(COUNTS), COUNTS):
+        with pytest.raises(ValueError, match=r"`shape` must be.* two positive integers"):
+            tx.data_gram(x, shape)
+
+
+@pytest.mark.parametrize("axis", [1.0, True, None])
+def test_wrong_axis(axis, as_users_call):
+    with pytest.raises(ValueError, match=f"`axis` must be 1, .* Found {axis}"):
+        tx.data_gram(COUNTS, axis=axis)

@@ -66,6 +66,34 @@ def check_failure(result, call):
     return solution
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tx.Exp(jnp.ones(3)), TypeError, "`scale` must be a real number"),
+        (lambda: tx.Exp("1"), TypeError, "`scale` must be a real number"),
+        (lambda: tx.Exp(1j), TypeError, "`scale` must be a real number"),
+        (lambda: tx.Inverse(jnp.ones(3)), TypeError, "`shift` must be a real number"),
+        (lambda: tx.Inverse(1j), TypeError, "`shift` must be a real number"),
+        (lambda: tx.Inverse(-1.0), ValueError, "`shift` must not be negative"),
+        (lambda: tx.Power(float("nan")), ValueError, "`exponent` must be finite"),
+        (lambda: tx.Power(float("inf")), ValueError, "`exponent` must be finite"),
+        (lambda: tx.Power(jnp.ones(())), TypeError, "`exponent` must be a Python"),
+        (lambda: tx.AdaptiveSteps(share="a"), TypeError, "`share` must be a real"),
+        (lambda: tx.AdaptiveSteps(share=jnp.ones(2)), TypeError, "`share` must be"),
+        (lambda: tx.SLQEstimator(tx.NormalSampler), TypeError, "`sampler` must be an"),
+        (lambda: tx.KrylovAwareEstimator("x"), TypeError, "`sampler` must be an"),
+        (lambda: tx.SLQEstimator(lower_bound=jnp.ones(2)), TypeError, "`lower_bound`"),
+    ],
+)
+def test_parameters(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_integers_of_numpy_are_exponents():
+    assert tx.Power(np.int64(2)) == tx.Power(2)
+
+
 both = pytest.mark.parametrize("call", [logdet, trace_of_exp])
 OPERATOR_CALLS = {
     "logdet": logdet,

@@ -4,9 +4,11 @@ kinds, and by random directions."""
 import functools as ft
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
 import pytest
 
@@ -66,7 +68,29 @@ def entrywise(w, x):
     return sum(jnp.sum(f(small + 2 * (i > 10))) for i, f in enumerate(functions))
 
 
-FUNCTIONS = [loops, choices, algebra, named, products, derivative, entrywise]
+def held(w, x):
+    """Constants, where a derivative would not be finite, or is refused."""
+    constant = jax.lax.stop_gradient(x)
+    roots, fixed = jnp.sqrt(constant - constant), eqxi.nondifferentiable(constant)
+    return jnp.sum(x**2 * (1 + roots + fixed)) + jnp.sum((w @ x) ** 3)
+
+
+def solver(w, x):
+    operator = lx.MatrixLinearOperator(20 * jnp.eye(N) + jnp.outer(x, x) @ w)
+    return jnp.sum(lx.linear_solve(operator, x).value ** 2)
+
+
+FUNCTIONS = [
+    held,
+    solver,
+    loops,
+    choices,
+    algebra,
+    named,
+    products,
+    derivative,
+    entrywise,
+]
 FUNCTIONS += [lambda w, x: jnp.sum(w @ x), lambda w, x: jnp.sum(w)]
 
 

@@ -52,7 +52,9 @@ class _Function:
     dtype: np.dtype | None = None
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
-        chunk = np.asarray(self.fn(start, stop))
+        chunk = self.fn(start, stop)
+        _refuse_masked(f"x({start}, {stop})", chunk)
+        chunk = np.asarray(chunk)
         expected = _chunk_shape(self.shape, self.axis, stop - start)
         what = _name(self.axis, start, stop)
         if chunk.shape != expected:
@@ -178,21 +180,21 @@ def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage
     """Where a matrix is, from what a user passes: an array, a memmap, or a function with
     the shape of the matrix."""
     if callable(x):
-        if shape is None or len(shape) != 2 or min(shape) < 1:
+        if shape is None:
             raise ValueError(
                 "`shape` must be the shape of the matrix, two positive integers, where "
-                f"`x` is a function that returns chunks of it. Found {shape!r}."
+                "`x` is a function that returns chunks of it. Found None."
             )
-        shape = int(shape[0]), int(shape[1])
         first = _Function(x, shape, axis)(0, min(2, shape[axis]))
         return OnHost.of(_Function(x, shape, axis, first.dtype), 0, first)
+    _refuse_masked("x", x)
     if not eqx.is_array_like(x) or np.ndim(x) != 2 or 0 in np.shape(x):
         raise TypeError(
             "`x` must be an array or a `numpy.memmap` with two axes, of at least one row "
             "and one column, or a function `x(start, stop)` that returns columns. Found "
             f"{np.shape(x) if eqx.is_array_like(x) else type(x).__name__}."
         )
-    if shape is not None and tuple(shape) != x.shape:
+    if shape is not None and shape != x.shape:
         raise ValueError(f"`shape` must be that of `x`. Found {shape} and {x.shape}.")
     dtype, size = _working_dtype(x.dtype), min(2, x.shape[axis])
     if isinstance(x, np.memmap) and x.filename is not None:
@@ -202,6 +204,14 @@ def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage
         x = jax.device_put(x.astype(_device_dtype(x.dtype), copy=False))
     n, m = x.shape
     return OnDevice(array=x, axis=axis, shape=(n, m), dtype=dtype)
+
+
+def _refuse_masked(name: str, x: Any) -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"`{name}` must not be a `numpy.ma.MaskedArray`, whose mask would be lost. "
+            "Put numbers where it is masked, for example by `.filled(0)`."
+        )
 
 
 def _working_dtype(dtype: np.dtype) -> np.dtype:

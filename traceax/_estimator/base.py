@@ -1,5 +1,6 @@
 import abc
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -316,9 +317,15 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
     ) -> Estimate:
         flat, skewed = flatten(operator), is_skewed(quantity, self.sampler)
 
-        def body(flat, index):
+        # The backward pass draws a block's probes again instead of storing them all. What
+        # is traced is passed, and not closed over, which would look like a leak of it.
+        @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
+        def of_probe(flat, index, key):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
             return self._read(quantity, flat, probe)
+
+        def body(flat, index):
+            return of_probe(flat, index, key)
 
         def reduce(outs, valid):
             samples, size = outs
@@ -329,8 +336,6 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
             moments, size = parts
             return Moments.merge(moments), jax.tree.map(_largest, size)
 
-        # The backward pass draws a block's probes again instead of storing them all.
-        body = eqx.filter_checkpoint(body, prevent_cse=False)
         scalar = eqx.filter_eval_shape(body, flat, jnp.zeros((), int))[0].ndim == 0
         streamed = stream(
             body, reduce, merge, flat, k, execution, keep=scalar, quantity=quantity

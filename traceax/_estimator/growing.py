@@ -136,7 +136,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         # Traced once, for the loop and for the answer after it.
         @eqx.filter_jit
-        def assess(state, rounds):
+        def assess(state, rounds, k):
             sketch = self.assess(state, rounds, flat.eps, k)
             seen = self._read(quantity, sketch, flat.size)
             value = sign * sketch.scale * seen.moments.mean
@@ -147,7 +147,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         # The loop does not carry what is only for derivatives or was used already.
         def kept(state, rounds):
-            sketch, seen, assessment = assess(state, rounds)
+            sketch, seen, assessment = assess(state, rounds, k)
             small = without(sketch, "frame")
             return eqx.filter((small, seen), eqx.is_array), assessment
 
@@ -166,7 +166,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         empty = state, *jax.tree.map(blank, shapes)
         loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
         state, (small, seen), _ = loop.state.buffers
-        sketch, _, _ = assess(state, loop.rounds)
+        sketch, _, _ = assess(state, loop.rounds, k)
         return eqx.combine(small, sketch), seen, loop
 
 

@@ -113,27 +113,33 @@ def _entrywise(fn: Callable[[Array], Array], x: Array, series: Array) -> Array:
 
 def _general(
     fn: Callable[..., list[Array]], inputs: list[Array], series: list[Array]
-) -> list[Array]:
+) -> list[_Series]:
     like, size = [s[0] for s in series], len(inputs)
     traced = jax.make_jaxpr(lambda *x: jax.jvp(fn, x[:size], x[size:])[1])(*inputs, *like)
+    moving = _reached(traced, slice(size, None))
+    if not any(moving):
+        return [None] * len(moving)
     derivative = jaxpr_as_fun(traced)
     along = jax.vmap(lambda *v: derivative(*inputs, *v))(*series)
-    if not _depends(traced, size):
-        return along
+    if any(_reached(traced, slice(size))):
 
-    def bend(*v):
-        return jax.jvp(lambda *x: derivative(*x, *v), tuple(inputs), v)[1]
+        def bend(*v):
+            return jax.jvp(lambda *x: derivative(*x, *v), tuple(inputs), v)[1]
 
-    bent = jax.vmap(bend)(*(s[:-1] for s in series))
-    pairs = zip(along, bent, strict=True)
-    return [jnp.concatenate([a[:-1], (a[-1] + b.sum(axis=0))[None]]) for a, b in pairs]
+        bent = jax.vmap(bend)(*(s[:-1] for s in series))
+        sums = [(a[-1] + b.sum(axis=0))[None] for a, b in zip(along, bent, strict=True)]
+        along = [jnp.concatenate([a[:-1], s]) for a, s in zip(along, sums, strict=True)]
+    return [a if m else None for a, m in zip(along, moving, strict=True)]
 
 
-def _depends(jaxpr: ClosedJaxpr, size: int) -> bool:
-    """Whether the outputs depend on the first `size` inputs."""
-    reached = set(jaxpr.jaxpr.invars[:size])
+def _reached(jaxpr: ClosedJaxpr, inputs: slice) -> list[bool]:
+    """Which outputs depend on these inputs."""
+    reached = set(jaxpr.jaxpr.invars[inputs])
+
+    def depends(atoms):
+        return any(x in reached for x in atoms if not isinstance(x, Literal))
+
     for equation in jaxpr.jaxpr.eqns:
-        variables = {x for x in equation.invars if not isinstance(x, Literal)}
-        if variables & reached:
+        if depends(equation.invars):
             reached.update(equation.outvars)
-    return any(x in reached for x in jaxpr.jaxpr.outvars if not isinstance(x, Literal))
+    return [depends([x]) for x in jaxpr.jaxpr.outvars]

@@ -1,4 +1,5 @@
 import abc
+import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Inexact, Scalar
 
+from .._checks import check_real_scalar, plain_integer
 from .._kernel.small_matrix import by_eigenvalues, exponential, power, shifted_inverse
 
 
@@ -184,6 +186,7 @@ class Inverse(AbstractSpectralFunction):
     nonnegative: ClassVar[bool] = True
 
     def __check_init__(self):
+        check_real_scalar("shift", self.shift)
         if isinstance(self.shift, int | float) and not self.shift >= 0:
             raise ValueError(
                 f"`shift` must not be negative. Found {self.shift!r}. Shift the operator."
@@ -219,7 +222,7 @@ Inverse.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for a negative number.
+`TypeError` for a `shift` that is no real scalar, `ValueError` for a negative number.
 """
 
 
@@ -253,14 +256,17 @@ class Power(AbstractSpectralFunction):
 
         **Raises:**
 
-        `TypeError` for anything else.
+        `TypeError` for anything else, `ValueError` for a number that is not finite.
         """
+        exponent = plain_integer(exponent)
         if isinstance(exponent, bool) or not isinstance(exponent, int | float):
             raise TypeError(
                 "`exponent` must be a Python int or float. Found an object of type "
                 f"{type(exponent).__name__}. For a traced exponent `p` pass the callable "
                 "`lambda x: x**p` as the function."
             )
+        if not math.isfinite(exponent):
+            raise ValueError(f"`exponent` must be finite. Found {exponent}.")
         self.exponent = exponent
 
     @property
@@ -325,6 +331,9 @@ class Exp(AbstractSpectralFunction):
     bracketed: ClassVar[bool] = False
     nonnegative: ClassVar[bool] = True
 
+    def __check_init__(self):
+        check_real_scalar("scale", self.scale)
+
     def __call__(self, x):
         return jnp.exp(jnp.asarray(self.scale, x.dtype) * x)
 
@@ -337,6 +346,10 @@ class Exp(AbstractSpectralFunction):
 Exp.__init__.__doc__ = """**Arguments:**
 
 - `scale`: what the eigenvalues are multiplied by. Default is 1.
+
+**Raises:**
+
+`TypeError` for a `scale` that is no real scalar.
 """
 
 

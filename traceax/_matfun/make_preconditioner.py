@@ -39,7 +39,7 @@ def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
     if shift is None:
         return None
     scalar = real_scalar("shift", shift)
-    if not isinstance(shift, jax.Array) and not 0 <= float(scalar) < math.inf:
+    if not isinstance(shift, jax.Array) and not 0 <= float(shift) < math.inf:
         raise ValueError(f"`shift` must be finite, 0 or more. Found {shift!r}.")
     return scalar
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive, largest_budget
-from .._checks import check_instance
+from .._checks import check_instance, check_real_scalar
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._quantity import AbstractQuantity, Trace
@@ -104,6 +104,8 @@ class SLQEstimator(AbstractFunctionEstimator):
 
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
+        if self.lower_bound is not None:
+            check_real_scalar("lower_bound", self.lower_bound)
         if self.krylov is not None:
             example = "Lanczos(window=0)"
             check_instance("krylov", self.krylov, AbstractKrylovMethod, example)
@@ -191,6 +193,6 @@ SLQEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], or a `krylov` that
-is no [`traceax.AbstractKrylovMethod`][].
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], a `krylov` that is
+no [`traceax.AbstractKrylovMethod`][], or a `lower_bound` that is no real scalar.
 """

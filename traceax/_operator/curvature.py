@@ -60,6 +60,17 @@ def check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
         )
 
 
+def _check_outputs(name: str, outputs: PyTree, kind: type) -> None:
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(outputs)]
+    if not dtypes or not all(jnp.issubdtype(dtype, kind) for dtype in dtypes):
+        raise TypeError(
+            f"`{name}` must return an array, or a PyTree of arrays, of "
+            f"{'real ' if kind is jnp.floating else ''}floating-point numbers. Found "
+            f"leaves of {[str(dtype) for dtype in dtypes]}. Convert them, or leave out "
+            "what is not to be differentiated."
+        )
+
+
 class _MeanProduct(eqx.Module):
     """`v -> mean over b of operator(b) v`, where `operator(b)` is what `make` gives of
     the functions `p -> fn(p, b)` and of `x`. Functions that stay the same objects, and
@@ -103,17 +114,24 @@ class _MeanProduct(eqx.Module):
 
 
 def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]:
+    if batches is None:
+        raise ValueError(
+            "`at_once` is how many of the `batches` are processed at the same time. "
+            f"Found at_once={at_once!r} without `batches`."
+        )
     leaves = jax.tree.leaves(batches)
     shapes = [jnp.shape(leaf) if eqx.is_array_like(leaf) else None for leaf in leaves]
     counts = {shape[0] if shape else 0 for shape in shapes}
-    if len(counts) != 1 or 0 in counts:
+    listed = isinstance(batches, list) and not all(map(eqx.is_array_like, batches))
+    if listed or len(counts) != 1 or 0 in counts:
         found = [
             type(leaf).__name__ if shape is None else shape
             for leaf, shape in zip(leaves, shapes, strict=True)
         ]
         raise ValueError(
             "`batches` must be an array, or a PyTree of arrays, with one leading axis of "
-            f"the same length: the number of batches. Found leaves of shapes {found}. "
+            f"the same length: the number of batches. Found leaves of shapes {found}"
+            f"{', in a list of batches' if listed else ''}. "
             "Stack batches of one size, as by `jax.tree.map(lambda *xs: jnp.stack(xs), "
             "*list_of_batches)`; fill up the last one, with weights of zero that are a "
             "part of the batch, or leave it out."
@@ -190,10 +208,10 @@ def hessian(
 
     - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
         floating ones.
-    - `ValueError` if `batches` has no arrays or leading axes of several lengths, or
-        `at_once` does not divide that length.
+    - `ValueError` if `batches` is a list of batches, or has no arrays or leading axes of
+        several lengths; or `at_once` does not divide that length, or is without batches.
     """
-    if batches is not None:
+    if batches is not None or at_once != 1:
         return _mean(hessian, (f,), x, batches, at_once, lx.symmetric_tag)
     check_scalar("f", f, x)
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
@@ -243,8 +261,8 @@ def ggn(
 
     **Raises:**
 
-    `TypeError` if `loss` does not return a real scalar; for `x`, `batches` and `at_once`
-    as [`traceax.hessian`][].
+    `TypeError` if `model` does not return floating-point arrays, or `loss` a real scalar;
+    for `x`, `batches` and `at_once` as [`traceax.hessian`][].
 
     ??? cite
 
@@ -261,11 +279,12 @@ def ggn(
         }
         ```
     """
-    if batches is not None:
+    if batches is not None or at_once != 1:
         return _mean(ggn, (model, loss), x, batches, at_once, _SEMIDEFINITE)
-    jacobian = lx.linearise(_jacobian(model, x))
-    outputs = model(x)
+    jacobian, outputs = _jacobian(model, x), model(x)
+    _check_outputs("model", outputs, jnp.floating)
     check_scalar("loss", loss, outputs)
+    jacobian = lx.linearise(jacobian)
     curvature = lx.linearise(hessian(loss, outputs))
     return lx.TaggedLinearOperator(jacobian.T @ curvature @ jacobian, _SEMIDEFINITE)
 
@@ -300,13 +319,14 @@ def jacobian_gram(
 
     **Raises:**
 
-    `TypeError` for `x` as in [`traceax.hessian`][].
+    `TypeError` if `f` returns other arrays; for `x` as in [`traceax.hessian`][].
     """
     jacobian = lx.linearise(_jacobian(lambda x: jax.tree.map(_parts, f(x)), x))
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)
 
 
 def _parts(y: Array) -> tuple[Array, ...]:
+    _check_outputs("f", y, jnp.inexact)
     return (y.real, y.imag) if jnp.iscomplexobj(y) else (y,)
 
 
@@ -366,7 +386,7 @@ def empirical_fisher(
         }
         ```
     """
-    if batches is not None:
+    if batches is not None or at_once != 1:
         fns = (losses,)
         return _mean(empirical_fisher, fns, x, batches, at_once, _SEMIDEFINITE)
     out = eqx.filter_eval_shape(losses, x)

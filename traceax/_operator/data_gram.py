@@ -1,5 +1,5 @@
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, Real, Shaped
 
-from .._checks import check_flag, check_positive
+from .._checks import check_flag, check_positive, plain_integer
 from .._flat import standard_promotion
 from .._storage import AbstractStorage, storage
 
@@ -38,9 +38,12 @@ class _Chunks(eqx.Module):
 
 
 class _Columns(eqx.Module):
-    """Mean and standard deviation of each column."""
+    """Mean and standard deviation of each column. The mean is `row + offset`: some row
+    of the matrix, and the mean of the differences from it, which keeps its digits where
+    columns are far from zero."""
 
-    mean: Inexact[Array, " m"]
+    row: Inexact[Array, " m"]
+    offset: Inexact[Array, " m"]
     std: Real[Array, " m"]
 
 
@@ -91,10 +94,12 @@ class _DataGram(eqx.Module):
         x = x.astype(self.chunks.storage.dtype)
         by_rows = self.chunks.storage.axis == 0
         if self.columns is not None:
-            mean, std = self.columns.mean, self.columns.std
+            columns = self.columns
             if not by_rows:
-                mean, std = _cut(mean, first, new.size), _cut(std, first, new.size)
-            x = (x - mean) * jnp.where(std > 0, 1 / jnp.where(std > 0, std, 1), 0)
+                columns = jax.tree.map(lambda all: _cut(all, first, new.size), columns)
+            std = columns.std
+            scale = jnp.where(std > 0, 1 / jnp.where(std > 0, std, 1), 0)
+            x = ((x - columns.row) - columns.offset) * scale
         return jnp.where(new[:, None] if by_rows else new, x, 0), first
 
 
@@ -106,8 +111,8 @@ def _cut(x: Array, first: Int[Array, ""], size: int) -> Array:
 def _columns(chunks: _Chunks) -> _Columns:
     """In one pass over the data."""
     store = chunks.storage
-    mean = jnp.zeros(store.shape[1], store.dtype)
-    start = _Columns(mean, mean.real)
+    zeros = jnp.zeros(store.shape[1], store.dtype)
+    start = _Columns(zeros, zeros, zeros.real)
 
     def put(columns, number):
         x, first, _ = chunks.read(number)
@@ -120,13 +125,14 @@ def _columns(chunks: _Chunks) -> _Columns:
         found = _of_rows(x, new, store)
         # Chan, Golub and LeVeque, The American Statistician 37, 1983.
         share = (jnp.sum(new) / (first + new.size)).astype(columns.std.dtype)
-        moved = found.mean - columns.mean
+        row = jnp.where(number == 0, found.row, columns.row)
+        moved = (found.row - row) + found.offset - columns.offset
         unit = jnp.maximum(jnp.maximum(columns.std, found.std), jnp.abs(moved))
         unit = jax.lax.stop_gradient(unit)
         safe = jnp.where(unit > 0, unit, 1)
         square = (1 - share) * (columns.std / safe) ** 2 + share * (found.std / safe) ** 2
         square += share * (1 - share) * jnp.abs(moved / safe) ** 2
-        return _Columns(columns.mean + share * moved, _root(unit, square)), None
+        return _Columns(row, columns.offset + share * moved, _root(unit, square)), None
 
     with standard_promotion():
         step = put if store.axis == 1 else merge
@@ -153,18 +159,31 @@ def _of_rows(
         return reduction(terms, axis=axis, keepdims=True)
 
     count = jnp.sum(new)
-    mean = reduce(jnp.sum, lambda d: d) / count
-    largest = reduce(jnp.max, lambda d, mean: jnp.abs(d - mean), mean)
+    offset = reduce(jnp.sum, lambda d: d) / count
+    largest = reduce(jnp.max, lambda d, offset: jnp.abs(d - offset), offset)
     unit = jax.lax.stop_gradient(largest)
     safe = jnp.where(unit > 0, unit, 1)
-    squares = reduce(jnp.sum, lambda d, *c: jnp.abs((d - c[0]) / c[1]) ** 2, mean, safe)
+    squares = reduce(jnp.sum, lambda d, *c: jnp.abs((d - c[0]) / c[1]) ** 2, offset, safe)
     std = _root(unit, squares / count)
-    return _Columns((row + mean).reshape(-1), std.reshape(-1))
+    return _Columns(row.reshape(-1), offset.reshape(-1), std.reshape(-1))
 
 
 def _root(unit: Real[Array, "..."], square: Real[Array, "..."]) -> Real[Array, "..."]:
     """`unit * sqrt(square)`; zero, with the derivative zero, where that is."""
     return jnp.where(square > 0, unit * jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+
+
+def _checked_shape(shape: Any) -> tuple[int, int] | None:
+    if shape is None:
+        return None
+    sizes = [plain_integer(each) for each in shape] if isinstance(shape, Iterable) else []
+    if [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
+        raise ValueError(
+            "`shape` must be the shape of the matrix, two positive integers. Found "
+            f"{shape!r}."
+        )
+    n, m = sizes
+    return n, m
 
 
 def data_gram(
@@ -226,24 +245,26 @@ def data_gram(
 
     **Raises:**
 
-    - `ValueError`: `x` is a function without a `shape` of two positive integers, or its
-        first two columns (or rows) have another shape; `shape` is not that of an array
-        or memmap `x`; a memmap whose file is too short, or whose entries do not follow
-        one another; `axis` is not 0 or 1; `chunk_size` is below 1.
-    - `TypeError`: `x` is of another kind, or of a dtype that is no number; `chunk_size`
-        is not a Python integer; `standardise` is not a bool.
+    - `ValueError`: `x` is a function without a `shape`, or its first two columns (or
+        rows) have another shape; `shape` is not two positive integers, or not that of an
+        array or memmap `x`; a memmap whose file is too short, or whose entries do not
+        follow one another; `axis` is not 0 or 1; `chunk_size` is below 1.
+    - `TypeError`: `x` is of another kind, of a dtype that is no number, or a masked
+        array, or a function that returns one; `chunk_size` is not a Python integer;
+        `standardise` is not a bool.
     - `jax.errors.JaxRuntimeError`, whose text ends with the message, where a chunk is
         read later, in a product or for `standardise`: a function raises, or returns a
         chunk of another shape, or of another dtype than that of its first columns; a
         file has become shorter.
     """
-    if axis not in (0, 1):
+    axis = plain_integer(axis)
+    if type(axis) is not int or axis not in (0, 1):
         raise ValueError(
             "`axis` must be 1, where `x` is read in chunks of columns, or 0 for rows. "
             f"Found {axis!r}."
         )
     check_flag("standardise", standardise)
-    store = storage(x, shape, axis)
+    store = storage(x, _checked_shape(shape), axis)
     length, other = store.shape[axis], store.shape[1 - axis]
     if chunk_size is None:
         number = -(-length // max(1, _ENTRIES // other))

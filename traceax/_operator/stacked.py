@@ -17,8 +17,12 @@ class _Stacked(eqx.Module):
 def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
     """Square operators on the same space, one above the other: `v -> (A v, B v, ...)`.
     The keys of `operators` are the names of the arguments, for error messages."""
-    for operator in operators.values():
-        check_operator(operator)
+    for name, operator in operators.items():
+        try:
+            check_operator(operator)
+        except (TypeError, ValueError) as error:
+            message = str(error).replace("`operator`", f"`{name}`")
+            raise type(error)(message) from None
     (name, first), *others = operators.items()
     structure = first.in_structure()
     for other, operator in others:
