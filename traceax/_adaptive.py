@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
-from ._checks import known_number, plain_integer, real_scalar
+from ._checks import check_flag, known_number, plain_integer, real_scalar
 from ._kernel.dense import two_norm
 from ._quantiles import normal_quantile, student_quantile
 
@@ -125,8 +125,9 @@ class Adaptive(eqx.Module):
 
         `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
         and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
-        small. `TypeError` for a tolerance that is not a real scalar, and for a `norm`
-        that is not a function of a PyTree to one.
+        small. `TypeError` for a tolerance that is not a real scalar, for a `norm` that
+        is not a function of a PyTree to one, for a `history` that is not a bool, and for
+        a `progress` or a `callback` that is none.
         """
         self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
         tolerances = {"rtol": known_number(rtol), "atol": known_number(atol)}
@@ -144,11 +145,14 @@ class Adaptive(eqx.Module):
         _check_integer("round_size", round_size, min(2, int(max_k)))
         real_scalar("confidence", confidence)
         known = known_number(confidence)
-        if known is None or not 0 < known < 1:
+        # Its quantile is that of (1 + confidence) / 2, which rounds to 1 a little before.
+        if known is None or not 0 < known < (1 + known) / 2 < 1:
             raise ValueError(
                 "`confidence` must be a known number between 0 and 1. Found "
                 f"{confidence!r}."
             )
+        check_flag("history", history)
+        _check_reports(progress, callback)
         _check_norm(norm)
         self.max_k = int(max_k)
         self.confidence = known
@@ -198,8 +202,9 @@ class Adaptive(eqx.Module):
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
         """The largest error that is asked for, in the units of the value."""
-        size = jnp.maximum(self.atol, self.rtol * jnp.abs(value))
-        return size.astype(value.real.dtype)
+        # Any `rtol` of a value of zero is zero, an infinite one too.
+        relative = jnp.where(value == 0, 0, self.rtol * jnp.abs(value))
+        return jnp.maximum(self.atol, relative).astype(value.real.dtype)
 
     def excess(
         self,
@@ -253,10 +258,24 @@ def _check_integer(name: str, value: Any, least: int) -> None:
         )
 
 
+def _check_reports(progress: Any, callback: Any) -> None:
+    if not isinstance(progress, eqxi.AbstractProgressMeter):
+        raise TypeError(
+            f"`progress` must be a progress meter. Found {progress!r}. Pass, for "
+            "example, `equinox.internal.TextProgressMeter()`."
+        )
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            "`callback` must be a function of the budget spent, the value and the "
+            f"standard error, or None. Found {callback!r}."
+        )
+
+
 def _check_norm(norm: Any) -> None:
     if callable(norm):
+        pair = tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (2, 3))
         try:
-            found = eqx.filter_eval_shape(norm, (jnp.ones(2), jnp.ones(3)))
+            found = eqx.filter_eval_shape(norm, pair)
         except Exception as error:
             raise TypeError(
                 f"`norm` must take a PyTree of arrays. Found {norm!r}, which raised "

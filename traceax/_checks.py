@@ -109,14 +109,18 @@ def check_positive(name: str, value: Any) -> int:
     return number
 
 
-def real_scalar(name: str, value: Any) -> Real[Array, ""]:
-    """A real number or scalar array, which may be traced, as an array. Numbers are sent
-    to the device explicitly, as some users ask for."""
+def check_real_scalar(name: str, value: Any) -> None:
     if not eqx.is_array_like(value) or jnp.shape(value) or jnp.iscomplexobj(value):
         raise TypeError(
             f"`{name}` must be a real number or array of shape (). Found {value!r}. For "
             "several of them use `jax.vmap`."
         )
+
+
+def real_scalar(name: str, value: Any) -> Real[Array, ""]:
+    """A real number or scalar array, which may be traced, as an array. Numbers are sent
+    to the device explicitly, as some users ask for."""
+    check_real_scalar(name, value)
     if isinstance(value, jax.Array):
         return jnp.asarray(value, float)
     return jax.device_put(np.asarray(value, jax.dtypes.canonicalize_dtype(float)))
@@ -174,4 +178,8 @@ def _is_key(x: Any) -> bool:
     if not eqx.is_array(x):
         return False
     typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x.shape == () if typed else x.dtype == jnp.uint32 and x.ndim == 1
+    if typed:
+        return x.shape == ()
+    if x.dtype != jnp.uint32:
+        return False
+    return x.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape

@@ -113,10 +113,19 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
 
     **Raises:**
 
-    `ValueError` if there are no such devices.
+    `ValueError` if there are no such devices, or one is listed twice. `TypeError` if
+    `devices` is a device rather than a list.
     """
+    if isinstance(devices, jax.Device):
+        raise TypeError(
+            f"`devices` must be a list of devices. Found the device {devices}. Pass "
+            "`[device]`."
+        )
     if devices is None or isinstance(devices, str):
         devices = _started("devices", devices)
     if len(devices) == 0:
         raise ValueError("`devices` must have at least one device. Found none.")
-    return Mesh(np.asarray(devices), (axis,), (AxisType.Auto,))
+    grid = np.asarray(devices)
+    if len(set(grid.flat)) < grid.size:
+        raise ValueError(f"`devices` must have each device once. Found {devices}.")
+    return Mesh(grid, (axis,), (AxisType.Auto,))

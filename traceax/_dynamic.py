@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable
 
 import equinox as eqx
 import jax
@@ -6,14 +7,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 
-from ._checks import check_operator, check_positive
+from ._checks import check_instance, check_key, check_operator, check_positive
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
 from ._flat import FlatOperator, flatten
 from ._kernel.dense import normalise
-from ._sampler import AbstractSampler, draw_for, RademacherSampler
+from ._sampler import AbstractSampler, draw_for, needed, RademacherSampler
 from ._solution import failure, RESULTS, Solution
 from ._solve import call
 from ._trace import trace
@@ -41,15 +42,20 @@ class DynamicState(eqx.Module):
 
     - `parameters`: of the operator.
     - `value`, `std_err`: its trace, and the standard error of that, of shape `()`.
+    - `scarcity`: one over the number of probes that `std_err` is known from, of shape
+        `()`; 0 before the first update.
     - `count`: how many updates there were, an integer of shape `()`.
-    - `key`: from which the probes of all further ones are drawn.
+    - `key`: the data of the one from which the probes of all further ones are drawn, so
+        that states can be saved; `impl` names its generator.
     """
 
     parameters: PyTree
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
+    scarcity: Real[Array, ""]
     count: Int[Array, ""]
-    key: PRNGKeyArray
+    key: UInt32[Array, " d"]
+    impl: Hashable = eqx.field(static=True)
 
 
 class DynamicTrace(eqx.Module):
@@ -114,6 +120,8 @@ class DynamicTrace(eqx.Module):
     def __check_init__(self):
         if check_positive("num_probes", self.num_probes) < 2:
             raise ValueError("`num_probes` must be at least 2. Found 1.")
+        check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
+        check_instance("execution", self.execution, AbstractExecution, "Local()")
 
     def init(
         self, parameters: PyTree, *, key: PRNGKeyArray, k: int, throw: bool = True
@@ -137,7 +145,8 @@ class DynamicTrace(eqx.Module):
 
         As [`traceax.trace`][].
         """
-        first, rest = jr.split(key)
+        check_key(key)
+        first, rest = jr.split(needed(key))
         solution = trace(
             self.operator(parameters),
             HutchinsonEstimator(self.sampler),
@@ -151,8 +160,10 @@ class DynamicTrace(eqx.Module):
             parameters=parameters,
             value=solution.value,
             std_err=solution.std_err,
+            scarcity=jax.device_put(np.zeros((), solution.std_err.dtype)),
             count=jax.device_put(np.zeros((), np.int32)),
-            key=rest,
+            key=jr.key_data(rest),
+            impl=jr.key_impl(rest),
         )
         return eqx.tree_at(
             lambda x: x.state, solution, state, is_leaf=lambda x: x is None
@@ -205,7 +216,7 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
             f"Found in_structure()={after}, and before it {before}."
         )
     old, new = (flatten(operator).frozen for operator in operators)
-    key = jr.fold_in(state.key, state.count)
+    key = jr.fold_in(jr.wrap_key_data(state.key, impl=state.impl), state.count)
     probes = draw_for(new, dynamic.sampler, key, jnp.arange(m))
     products = [_apply(execution, each, probes) for each in (old, new)]
     products, scale = normalise(jnp.concatenate(products, axis=1))
@@ -223,11 +234,24 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     change = after - keep * before
     # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
     sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
-    std_err = jnp.hypot(kept * jnp.where(known, state.std_err, 0), sampled)
+    scarcity = jnp.where(known, state.scarcity, 0)
+    carried = kept * jnp.where(known, state.std_err / _widening(scarcity), 0)
+    std_err = jnp.hypot(carried, sampled)
+    # Satterthwaite's number of probes, of which those behind older parts are more.
+    share = (carried / jnp.where(std_err > 0, std_err, 1)) ** 2
+    scarcity = share**2 * scarcity + (1 - share) ** 2 / m
+    std_err = std_err * _widening(scarcity)
     value = scale * jnp.sum(probes.conj() * change) / m
     value = kept * jnp.where(known, state.value, 0) + value
-    value, std_err = jax.lax.stop_gradient((value, std_err))
-    state = DynamicState(parameters, value, std_err, state.count + 1, state.key)
+    value, std_err, scarcity = jax.lax.stop_gradient((value, std_err, scarcity))
+    state = dataclasses.replace(
+        state,
+        parameters=parameters,
+        value=value,
+        std_err=std_err,
+        scarcity=scarcity,
+        count=state.count + 1,
+    )
     stats = {"num_matvecs": 2 * m, "gamma": 1 - kept, "std.err": std_err}
     result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
     return Solution(value, std_err, result, stats, state)
@@ -236,6 +260,13 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
 def _apply(execution: AbstractExecution, operator: FlatOperator, probes: Array) -> Array:
     with full_precision(lambda x: execution.matmat(operator, x)) as matmat:
         return matmat(probes)
+
+
+def _widening(scarcity: Real[Array, ""]) -> Real[Array, ""]:
+    """How much larger an error bar from few probes has to be: that of a rank-one change
+    is small just when the estimate is far off. Fitted to such changes, for 2 probes or
+    more."""
+    return 1 + scarcity + 4 * scarcity**2
 
 
 def _mean_of_others(x: Real[Array, " m"]) -> Real[Array, " m"]:
@@ -254,5 +285,6 @@ DynamicTrace.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `num_probes` below 2. `TypeError` where it is not a Python integer.
+`ValueError` for `num_probes` below 2. `TypeError` where it is not a Python integer, and
+for a `sampler` or an `execution` that is not an instance of its kind.
 """

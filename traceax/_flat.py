@@ -40,6 +40,10 @@ class _HermitianTag:
     def __repr__(self):
         return "hermitian_tag"
 
+    def __reduce__(self):
+        # The name of the one object there is: so it stays that when copied or pickled.
+        return "hermitian_tag"
+
 
 hermitian_tag = _HermitianTag()
 

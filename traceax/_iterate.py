@@ -1,6 +1,6 @@
 """The one loop that spends a budget: all at once, or in rounds until it is enough."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -164,8 +164,14 @@ def _resume(
 
 def embed(empty: PyTree[Array], earlier: PyTree[Array]) -> PyTree[Array]:
     """What a shorter run left in its buffers, in the buffers of a longer one."""
-    pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(earlier), strict=True)
-    for large, small in pairs:
+    (ours, tree), (theirs, other) = jax.tree.flatten(empty), jax.tree.flatten(earlier)
+    kinds = lambda arrays: [(x.dtype, x.ndim) for x in arrays]  # noqa: E731
+    if tree != other or kinds(ours) != kinds(theirs):
+        raise ValueError(
+            "`state` must be of a call with an operator with the same tags and dtype. "
+            f"Found {_summary(theirs)}, where this call has {_summary(ours)}."
+        )
+    for large, small in zip(ours, theirs, strict=True):
         if any(a < b for a, b in zip(large.shape, small.shape, strict=True)):
             raise ValueError(
                 f"`state` must fit into this call. Found an array of shape {small.shape} "
@@ -177,6 +183,11 @@ def embed(empty: PyTree[Array], earlier: PyTree[Array]) -> PyTree[Array]:
         return jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
 
     return jax.tree.map(put, empty, earlier)
+
+
+def _summary(arrays: Sequence[Array]) -> str:
+    dtypes = sorted({str(x.dtype) for x in arrays})
+    return f"{len(arrays)} arrays of {', '.join(dtypes)}"
 
 
 def sum_over_rounds(
@@ -222,8 +233,11 @@ def fold(
     def add(carry, indices):
         total, summary = carry
         outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        total = total + jnp.sum(outs[0], axis=0)
-        return (total, merge(_stacked(summary, parts))), None
+        term, summary = jnp.sum(outs[0], axis=0), merge(_stacked(summary, parts))
+        # Rounding errors of like terms, added one after another, do not cancel. So these
+        # are kept and added at once, unless they take more memory than a vector.
+        few = term.size * (k // size) <= operator.size
+        return ((total, summary), term) if few else ((total + term, summary), None)
 
     # A few at a time, even where products are made one by one: so the summary, which may
     # have as many entries as a vector, is merged less often.
@@ -235,13 +249,16 @@ def fold(
         return jnp.sum(outs[0], axis=0), merge(parts)
 
     if full == size:
-        carry = once(jnp.arange(size))
+        total, summary = once(jnp.arange(size))
     else:
         chunks = jnp.arange(full).reshape(-1, size)
-        carry, _ = jax.lax.scan(add, _zeros(jax.eval_shape(once, chunks[0])), chunks)
+        empty = _zeros(jax.eval_shape(once, chunks[0]))
+        (total, summary), terms = jax.lax.scan(add, empty, chunks)
+        total = total if terms is None else jnp.sum(terms, axis=0)
     if full < k:
-        carry, _ = add(carry, jnp.arange(full, k))
-    return carry
+        (more, summary), term = add((total, summary), jnp.arange(full, k))
+        total = more if term is None else total + term
+    return total, summary
 
 
 def _stacked(one: PyTree[Array], more: PyTree[Array]) -> PyTree[Array]:

@@ -13,12 +13,12 @@ import lineax as lx
 import numpy as np
 import wadler_lindig as wl
 from jax.core import Tracer
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive, first_budget, largest_budget
 from ._checks import check_flag, check_instance, check_key, check_positive
 from ._execution import AbstractExecution
-from ._flat import standard_promotion
+from ._flat import FlatFunction, standard_promotion
 from ._quantity import AbstractQuantity
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 
@@ -148,11 +148,12 @@ def solve(
 
 class RunState(eqx.Module):
     """What a later call goes on from, and what it must have in common with this one: the
-    data of the key, and the estimator with its settings, as text. `max_k` is the budget
-    that buffers have room for."""
+    data of the key, and the estimator with its settings, as text and by `_identities` of
+    their arrays. `max_k` is the budget that buffers have room for."""
 
     loop: PyTree[Array]
     key: Array | None
+    arrays: dict[str, Array]
     settings: str = eqx.field(static=True)
     max_k: int = eqx.field(static=True)
 
@@ -166,8 +167,39 @@ def _settings(estimator: AbstractTask) -> str:
     return wl.pformat(shapes, hide_defaults=False, short_arrays=True)
 
 
+def _identities(estimator: AbstractTask) -> dict[str, Array]:
+    """What tells the arrays of the settings from others, by their names: of a scalar
+    itself. Arrays of operators are left out, as they are in all calls."""
+    is_product = lambda x: isinstance(x, FlatFunction)  # noqa: E731
+    leaves, _ = jax.tree.flatten_with_path(estimator, is_leaf=is_product)
+    arrays = {jax.tree_util.keystr(path): x for path, x in leaves if eqx.is_array(x)}
+    return {name: x if x.ndim == 0 else _hash(x) for name, x in arrays.items()}
+
+
+@jax.jit
+def _hash(x: Shaped[Array, "..."]) -> Int[Array, ""]:
+    """The bytes, each times an odd number of its own, added modulo 2^32: a sum that is
+    the same in any order, and so on any mesh."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jr.key_data(x)
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    parts = [x.astype(jnp.uint8) if x.dtype == bool else x for x in parts]
+    data = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts]).ravel()
+    index = jnp.arange(data.size, dtype=jnp.uint32)
+    mixed = (index + jnp.uint32(1)) * jnp.uint32(0x9E3779B1)
+    odd = (mixed ^ (mixed >> jnp.uint32(15))) | jnp.uint32(1)
+    return jnp.sum(data.astype(jnp.uint32) * odd, dtype=jnp.uint32)
+
+
+def _differ(ours: Array, theirs: Array) -> bool:
+    """Whether they are known to. Those that are traced cannot be compared."""
+    if isinstance(ours, Tracer) or isinstance(theirs, Tracer):
+        return False
+    return np.asarray(ours).tobytes() != np.asarray(theirs).tobytes()
+
+
 def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) -> None:
-    """Raise if the state is of another call. A key that is traced cannot be compared."""
+    """Raise if the state is of another call."""
     if not isinstance(state, RunState):
         raise TypeError(
             "`state` must be the `state` of a solution with an adaptive budget. Found an "
@@ -179,12 +211,18 @@ def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) 
             "`state` must be of a call with the same estimator and settings. Found one "
             f"of\n{state.settings}\nfor\n{settings}"
         )
+    # NumPy's are on the way into a program rounded to what JAX has.
+    arrays = _identities(jax.device_put(eqx.filter(estimator, eqx.is_array)))
+    for name, theirs in state.arrays.items():
+        if _differ(arrays[name], theirs):
+            raise ValueError(
+                "`state` must be of a call with the same estimator and settings. Found "
+                f"other numbers in `{name.lstrip('.')}`."
+            )
     if key is None or state.key is None:
         return
     ours, theirs = jr.key_data(key), state.key
-    if isinstance(ours, Tracer) or isinstance(theirs, Tracer):
-        return
-    if not np.array_equal(np.asarray(ours), np.asarray(theirs)):
+    if _differ(ours, theirs):
         raise ValueError(
             "`state` must be of a call with the same `key`, from which all probes are "
             f"drawn. Found one with the data {ours}, and in the state {theirs}."
@@ -193,7 +231,7 @@ def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) 
 
 def _solve(estimator, operator, k, key, execution) -> Solution:
     size, quantity = operator.in_size(), estimator.quantity
-    if first_budget(k) >= size:
+    if first_budget(k) >= size or size < estimator.min_matvecs:
         return _package(estimator.exact(operator, execution), quantity)
     if not isinstance(k, Adaptive):
         return _package(estimator.run(operator, k, key, execution), quantity)
@@ -208,7 +246,8 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
         k = dataclasses.replace(k, state=earlier.loop)
     estimate = estimator.run(operator, k, key, execution)
     data = None if key is None else jr.key_data(key)
-    state = RunState(estimate.state, data, _settings(estimator), k.max_k)
+    arrays, settings = _identities(estimator), _settings(estimator)
+    state = RunState(estimate.state, data, arrays, settings, k.max_k)
     solution = _package(dataclasses.replace(estimate, state=state), quantity)
     pair = estimate.value, _floor(estimate)
     _, floor = quantity.present(*jax.lax.stop_gradient(pair))
@@ -278,6 +317,8 @@ def _replaced(solution: Solution, exact: Solution) -> Solution:
     products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
     stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
     stats["num_matvecs"] = products
+    for name in {"jackknife_std_err", "independent_std_err"} & stats.keys():
+        stats[name] = jnp.zeros_like(stats[name])
     if "samples" in stats:
         (sample,) = exact.stats["samples"]
         stats["samples"] = jnp.full_like(solution.stats["samples"], sample)
