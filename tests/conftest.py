@@ -76,10 +76,19 @@ def pytest_configure(config):
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        # Locations of up to 100 frames of each operation take time.
+        "jax_traceback_in_locations_limit": 0,
     }
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays, and need not be looked through for garbage
+    after each module."""
+    gc.collect()
+    gc.freeze()
 
 
 def forget_compiled_programs():

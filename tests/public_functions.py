@@ -2,6 +2,7 @@
 
 import functools as ft
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -134,8 +135,14 @@ def damped(x):
     return x * jnp.exp(-x)
 
 
+@eqx.filter_jit
+def product(operator, vector):
+    return operator.mv(vector)
+
+
 def action(matrix, key, throw=True):
-    return (tx.function_of(dense(matrix), tx.Inverse(), 5).mv(matrix[0]),)
+    operator = tx.function_of(dense(matrix), tx.Inverse(), 5)
+    return (product(operator, matrix[0]),)
 
 
 def diagonal_of_inverse(matrix, key, throw=True):

@@ -103,13 +103,14 @@ def test_value_is_that_of_as_many_steps(dtype, estimator):
 
 
 def check(solution, exact):
-    """Within four standard errors of the truth, with fewer steps than there could be."""
+    """Within four standard errors of the truth, none of more than 5% of it, with fewer
+    steps than there could be."""
     assert solution.result == tx.RESULTS.successful
-    assert abs(solution.value - exact) < 4 * solution.std_err
+    assert abs(solution.value - exact) < 4 * solution.std_err < 4 * 0.05 * exact
     assert solution.stats["num_steps"] <= 21
 
 
-@pytest.mark.parametrize("function", [tx.Inverse(), tx.Power(0.5), jnp.tanh])
+@pytest.mark.parametrize("function", [tx.Power(0.5), jnp.tanh])
 def test_functions(function):
     matrix = hermitian(2, SPECTRA["condition 4"])
     solution = trace_of(matrix, KEY, tx.AdaptiveSteps(), function)
@@ -166,29 +167,23 @@ def test_too_few_steps_for_the_tolerance_are_told():
     assert solution.result == tx.RESULTS.max_steps_reached
 
 
-@pytest.mark.parametrize(
-    ("block", "k"),
-    [((2, 4), 6), ((2, 16), tx.Adaptive(rtol=1e-3, max_k=40))],
-    ids=["few", "adaptive"],
-)
-def test_after_deflation(block, k):
+def test_after_deflation():
     """Enough steps for the error of what is left. The bracket of what is deflated, which
     they do not narrow, takes none."""
     matrix = hermitian(4, SPECTRA["decaying"])
-    settings = {"k": k, "estimator": tx.KrylovAwareEstimator(block=block)}
+    estimator = tx.KrylovAwareEstimator(block=(2, 16))
+    settings = {"k": tx.Adaptive(rtol=1e-3, max_k=40), "estimator": estimator}
     solution = log_det(matrix, KEY, tx.AdaptiveSteps(), **settings)
     steps = int(solution.stats["num_steps"])
     probes = np.sum(np.isfinite(solution.stats["samples"]))
     assert solution.result == tx.RESULTS.successful
     assert steps < 64
-    products = block[0] * block[1] + (probes + 1) * steps
-    assert solution.stats["num_matvecs"] == products
+    assert solution.stats["num_matvecs"] == 2 * 16 + (probes + 1) * steps
     low, high = solution.interval()
     assert low <= np.sum(np.log(SPECTRA["decaying"])) <= high
     after = log_det(matrix, KEY, 2 * steps, **settings)
     narrower = np.ptp(solution.stats["bracket"]) - np.ptp(after.stats["bracket"])
-    aimed = solution.std_err if isinstance(k, int) else 1e-3 * abs(solution.value)
-    assert narrower / 2 <= 0.1 * 3 * aimed
+    assert narrower / 2 <= 0.1 * 3 * 1e-3 * abs(solution.value)
 
 
 def test_before_deflation():

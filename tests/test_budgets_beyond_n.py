@@ -18,7 +18,6 @@ from .adaptive import (
     SIZE,
     succeeded,
     trace,
-    TRACES,
     XTRACE,
 )
 from .helpers import hermitian, matrix_free, PSD
@@ -27,10 +26,9 @@ from .helpers import hermitian, matrix_free, PSD
 # One that does not know its diagonal.
 OPERATOR = matrix_free(jax.numpy.asarray(DECAY), PSD)
 GENEROUS = {"max_k": 200, "rtol": 1e-9}  # more than n, for what no estimator reaches
-every_estimator = pytest.mark.parametrize("estimator", TRACES, ids=name)
 
 
-@every_estimator
+@pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_value_and_gradient_are_exact(estimator):
     solution, (slope, _) = estimate(DECAY, estimator, budget(**GENEROUS))
     assert succeeded(solution)

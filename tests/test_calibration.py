@@ -68,4 +68,4 @@ def check(error, std_err, m, spectrum):
         np.std(std_err) / np.mean(std_err), np.std(error**2) / np.mean(error**2) / 2
     ) / np.sqrt(NUM_KEYS)
     assert ratio >= 1 - stats.norm.isf(FALSE_ALARM) * spread, spectrum
-    assert ratio <= 3, spectrum
+    assert ratio <= 2, spectrum

@@ -354,9 +354,12 @@ def test_products_derivative_and_tolerance():
 
 
 FIRST, SECOND = (matrix_free(jnp.asarray(x), PSD) for x in pair())
-SMALLER = matrix_free(jnp.eye(N - 1), PSD)
-SINGLE = matrix_free(jnp.eye(N, dtype=jnp.float32), PSD)
-PRECONDITIONER = tx.nystrom_preconditioner(FIRST, rank=4, key=KEY)
+SMALLER = matrix_free(jnp.asarray(np.eye(N - 1)), PSD)
+SINGLE = matrix_free(jnp.asarray(np.eye(N, dtype=np.float32)), PSD)
+
+
+def preconditioner():
+    return tx.nystrom_preconditioner(FIRST, rank=4, key=KEY)
 
 
 def of_first(other, function=tx.Log(), *estimator, **settings):
@@ -385,7 +388,7 @@ def of_first(other, function=tx.Log(), *estimator, **settings):
             "`preconditioner` must be an instance",
         ),
         (
-            lambda: of_first(SECOND, tx.Exp(), preconditioner=PRECONDITIONER),
+            lambda: of_first(SECOND, tx.Exp(), preconditioner=preconditioner()),
             ValueError,
             "the function must be its logarithm",
         ),

@@ -139,12 +139,12 @@ def matrices_for(case, dtype):
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, np.float64) for case in CASES]
-    + [(case, np.complex128) for case in (XDIAG, DIAGPP, XNYSDIAG, AUTO_TAGGED, XTRACE)],
+    + [(case, np.complex128) for case in (XDIAG, DIAGPP, XNYSDIAG)],
     ids=lambda x: str(x) if isinstance(x, Case) else x.__name__,
 )
 def test_right_in_the_mean_with_derivatives(case, dtype):
     """The value, its gradient in the matrix, and first and second derivatives along a
-    quadratic family: 400 keys, 13 programs, two matrices and about 10^3 z-scores of each,
+    quadratic family: 400 keys, 11 programs, two matrices and about 10^3 z-scores of each,
     the largest below 5.5. False alarms: 1e-3 in all."""
     matrices, w = matrices_for(case, dtype), weights(dtype)
     families = [family(matrix) for matrix in matrices]
@@ -212,11 +212,9 @@ def test_scales(case):
     ("case", "dtype"),
     [
         (HUTCHINSON, jnp.float32),
-        (XDIAG, jnp.float32),
         (DIAGPP, jnp.complex64),
-        (XNYSDIAG, jnp.float32),
+        (AUTO, jnp.complex64),
         (AUTO_TAGGED, jnp.bfloat16),
-        (AUTO, jnp.float16),
         (XNYSDIAG, jnp.bfloat16),
         (XDIAG, jnp.float16),
     ],
@@ -319,7 +317,7 @@ def test_known_diagonals_cost_no_product(operator):
 
 @pytest.mark.parametrize(
     ("case", "k"),
-    [(HUTCHINSON, 1), (XNYSDIAG, 1), (AUTO, 1), (AUTO_TAGGED, 1), (XDIAG, 2), (AUTO, 2)],
+    [(HUTCHINSON, 1), (AUTO_TAGGED, 1), (XDIAG, 2)],
     ids=str,
 )
 def test_one_sample_has_no_error_bar(case, k):
@@ -330,6 +328,15 @@ def test_one_sample_has_no_error_bar(case, k):
     assert solution.stats["num_matvecs"] == k
     assert solution.stats["num_samples"] == 1
     assert np.all(np.isinf(solution.std_err))
+
+
+def test_the_default_has_an_error_bar():
+    """Of two products without a tag, where a basis has a single sample."""
+    matrix = jnp.asarray(matrices_for(AUTO, np.float64)[0])
+    operator = matrix_free(matrix, AUTO.tags)
+    solution = tx.diagonal(operator, k=2, key=KEYS[0])
+    assert solution.stats["num_matvecs"] == 2
+    assert np.all(np.isfinite(solution.std_err))
 
 
 @pytest.mark.parametrize("case", [XDIAG, DIAGPP, AUTO, XTRACE, XNYSTRACE], ids=str)

@@ -59,15 +59,14 @@ def test_exact(dtype):
     assert solution.stats["num_matvecs"] == N
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_unbiased(k):
+def test_unbiased():
     """The value, its derivatives, and a derivative of those; 5 z-scores, false alarms
     once in 10^5 runs."""
     matrix, x = case()
     direction = np.cos(np.arange(N))
 
     def value(matrix, x, key):
-        return divergence(matrix, x, key, k, throw=False)[0]
+        return divergence(matrix, x, key, 4, throw=False)[0]
 
     def curvature(matrix, x, key):
         slope = lambda x: jnp.sum(jax.grad(value)(matrix, x, key))  # noqa: E731

@@ -69,11 +69,9 @@ def check_failure(result, call):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: tx.Exp(jnp.ones(3)), TypeError, "`scale` must be a real number"),
-        (lambda: tx.Exp("1"), TypeError, "`scale` must be a real number"),
-        (lambda: tx.Exp(1j), TypeError, "`scale` must be a real number"),
-        (lambda: tx.Inverse(jnp.ones(3)), TypeError, "`shift` must be a real number"),
-        (lambda: tx.Inverse(1j), TypeError, "`shift` must be a real number"),
+        (lambda: tx.Exp(jnp.ones(3)), TypeError, "`scale` must be a number"),
+        (lambda: tx.Exp("1"), TypeError, "`scale` must be a number"),
+        (lambda: tx.Inverse(jnp.ones(3)), TypeError, "`shift` must be a number"),
         (lambda: tx.Inverse(-1.0), ValueError, "`shift` must not be negative"),
         (lambda: tx.Power(float("nan")), ValueError, "`exponent` must be finite"),
         (lambda: tx.Power(float("inf")), ValueError, "`exponent` must be finite"),

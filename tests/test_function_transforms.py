@@ -165,7 +165,7 @@ def log_abs_det(matrix):
     return np.linalg.slogdet(matrix)[1]
 
 
-@pytest.mark.parametrize("name", ["krylov", "general", "action", "nystrom-inverse"])
+@pytest.mark.parametrize("name", ["krylov", "general", "nystrom-inverse"])
 def test_vmap_is_a_loop(name):
     stack = stack_of(name)
     pairs = zip(stack, KEYS, strict=True)
@@ -370,7 +370,8 @@ def test_complex_general():
     assert exact.value.dtype == np.float64
     solution = compiled(solution_of, "general", matrix, KEY, k=12, **settings)
     low, high = solution.stats["bracket"]
-    assert np.abs(solution.value - truth) < 6 * solution.std_err + high - low
+    allowed = 6 * solution.std_err + high - low
+    assert np.abs(solution.value - truth) < allowed < 0.1 * np.abs(truth)
 
 
 TREE = {
@@ -541,20 +542,20 @@ def test_rank_above_n_counts_as_n(make):
     assert np.allclose(value, np.sum(np.log(FLAT)), rtol=1e-9)
 
 
-def tagged_logdet(matrix, tags, estimator):
+def tagged_logdet(matrix, tags):
     operator = lx.MatrixLinearOperator(matrix, tags)
     settings = {"k": 4, "num_steps": 4, "key": KEY, "throw": False}
-    solution = tx.logdet(operator, estimator, **settings)
+    solution = tx.logdet(operator, **settings)
     return solution.value, solution.stats["sign"]
 
 
-@pytest.mark.parametrize(("estimator", "n"), [(SLQ, 7), (KRYLOV, 8)])
-def test_negative_semidefinite(estimator, n):
+@pytest.mark.parametrize("n", [7, 8])
+def test_negative_semidefinite(n):
     matrix = matrix_of(spectrum=np.linspace(1, 2, n))
 
     @eqx.filter_jit
     def run(matrix, tags):
-        call = lambda a: tagged_logdet(a, tags, estimator)  # noqa: E731
+        call = lambda a: tagged_logdet(a, tags)  # noqa: E731
         return jax.value_and_grad(call, has_aux=True)(matrix)
 
     (negative, sign), slope = run(-matrix, NSD)

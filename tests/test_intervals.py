@@ -117,11 +117,9 @@ def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps, d
     ("function", "exact", "estimator", "num_steps"),
     [
         (EXP, np.exp, SLQ, 5),
-        (tx.Exp(np.asarray(-1.0)), lambda x: np.exp(-x), SLQ, 5),
         (wave, lambda x: np.cos(5 * x), SLQ, 5),
         (jnp.abs, np.abs, SLQ, 10),
         (EXP, np.exp, DEFLATED, 3),
-        (wave, lambda x: np.cos(5 * x), DEFLATED, 5),
     ],
 )
 def test_covers_without_a_bracket(function, exact, estimator, num_steps):
@@ -146,19 +144,18 @@ def test_covers_where_one_eigenvalue_is_left():
 
 
 @pytest.mark.parametrize(
-    ("function", "exact", "estimator", "num_steps", "spectrum"),
+    ("function", "exact", "num_steps", "spectrum"),
     [
-        (tx.Log(), np.log, SLQ, 10, POSITIVE["even"]),
-        (EXP, np.exp, SLQ, 5, SYMMETRIC["both signs"]),
-        (wave, lambda x: np.cos(5 * x), SLQ, 20, SYMMETRIC["condition 1e2"]),
-        (EXP, np.exp, DEFLATED, 12, SYMMETRIC["both signs"]),
+        (tx.Log(), np.log, 10, POSITIVE["even"]),
+        (EXP, np.exp, 5, SYMMETRIC["both signs"]),
+        (wave, lambda x: np.cos(5 * x), 20, SYMMETRIC["condition 1e2"]),
     ],
 )
-def test_no_wider_than_needed(function, exact, estimator, num_steps, spectrum):
+def test_no_wider_than_needed(function, exact, num_steps, spectrum):
     """With so many steps the quadrature is exact: the interval is that of the bar."""
-    call = of_function(function, estimator, num_steps)
+    call = of_function(function, SLQ, num_steps)
     ends, successful, std_err, _ = solved(call, hermitian(1, spectrum))
-    half = stats.t.ppf(0.975, 19 if estimator is SLQ else 9) * std_err
+    half = stats.t.ppf(0.975, 19) * std_err
     assert np.allclose((ends[1] - ends[0]) / 2, half, rtol=5e-3)
     assert np.mean(inside(ends, np.sum(exact(spectrum)))) >= 0.93
     assert np.all(successful)
@@ -171,12 +168,18 @@ def general():
 
 
 SETTINGS = {"k": 10, "num_steps": 5}
-PRECONDITIONER = tx.nystrom_preconditioner(
-    matrix_free(hermitian(0, POSITIVE["kernel"]), PSD), 10, key=jr.key(5), shift=1e-3
-)
+
+
+def preconditioned(operator, **settings):
+    """By one that is made with a key of its own."""
+    by = {"key": jr.key(5), "shift": 1e-3, "throw": False}
+    made = tx.nystrom_preconditioner(operator, 10, **by)
+    return tx.logdet(operator, preconditioner=made, **settings)
+
+
 OTHERS = {
     "preconditioned": (
-        Call(tx.logdet, {"k": 10, "num_steps": 3, "preconditioner": PRECONDITIONER}),
+        Call(preconditioned, {"k": 10, "num_steps": 3}),
         hermitian(0, POSITIVE["kernel"]),
         np.sum(np.log(POSITIVE["kernel"])),
     ),

@@ -121,15 +121,14 @@ def test_lanczos_relation(window, dtype, spectrum):
 def test_lanczos_is_scale_invariant():
     """Squares of the vectors' entries are beyond float32."""
     matrix, start = setup("flat", np.float32)
-    plain = as_numpy(lanczos_of(matrix, start, 10, eps=1e-7))
-    for scale in np.float32([1e-25, 1e25]):
 
-        @jax.jit
-        def run(matrix, start, scale=scale):
-            mv = lambda v: matrix @ (v * scale)  # noqa: E731
-            return lanczos(mv, start * scale, 10, eps=1e-7)
+    @jax.jit
+    def run(scale):
+        mv = lambda v: matrix @ (v * scale)  # noqa: E731
+        return lanczos(mv, start * scale, 10, eps=1e-7)
 
-        scaled = as_numpy(run(matrix, start))
+    plain, *others = (as_numpy(run(x)) for x in np.float32([1, 1e-25, 1e25]))
+    for scale, scaled in zip(np.float32([1e-25, 1e25]), others, strict=True):
         assert np.allclose(scaled.basis, plain.basis, atol=1e-4), scale
         assert np.allclose(scaled.alpha / scale, plain.alpha, rtol=1e-4), scale
         assert np.allclose(scaled.norm / scale, plain.norm, rtol=1e-6), scale
@@ -240,18 +239,14 @@ def test_block_lanczos_breaks_down():
 
 
 def test_what_a_breakdown_neglects():
-    """Two blocks with a coupling that is below the precision asked for."""
-    matrix = np.diag(np.repeat([1.0, 2.0], N // 2))
-    matrix[0, -1] = matrix[-1, 0] = 3e-4
-    start = np.eye(N)[:, :1]
-    run = as_numpy(lanczos_of(matrix, start[:, 0], 4, None, 1e-3))
-    block = as_numpy(block_lanczos_of(matrix, start, 4, 1e-3))
-    for each in (run, block):
-        assert np.abs(each.neglected - 3e-4) < 1e-12
-    run = as_numpy(lanczos_of(matrix, start[:, 0], 4, None, 1e-4))
-    block = as_numpy(block_lanczos_of(matrix, start, 4, 1e-4))
-    for each in (run, block):
-        assert each.neglected < 1e-12
+    """Two blocks with a coupling that is below the precision asked for, or above it."""
+    matrix, start = np.diag(np.repeat([1.0, 2.0], N // 2)), np.eye(N)[:, :1]
+    for coupling, neglected in ((3e-4, 3e-4), (3e-3, 0)):
+        matrix[0, -1] = matrix[-1, 0] = coupling
+        run = lanczos_of(matrix, start[:, 0], 4, None, 1e-3)
+        block = block_lanczos_of(matrix, start, 4, 1e-3)
+        for each in (run, block):
+            assert np.abs(each.neglected - neglected) < 1e-12
 
 
 @every_window_and_dtype

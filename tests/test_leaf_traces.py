@@ -28,7 +28,6 @@ CASES = [
     (tx.XNysTraceEstimator(), PSD),
     (tx.XNysDiagEstimator(), PSD),
     (tx.AutoDiagonalEstimator(), ()),
-    (tx.AutoTraceEstimator(), ()),
 ]
 every_case = pytest.mark.parametrize(
     ("estimator", "tags"), CASES, ids=lambda x: type(x).__name__

@@ -207,8 +207,9 @@ def test_known_answers():
     assert np.isfinite(single.value)
 
 
-@pytest.mark.parametrize("window", [None, 0])
-@pytest.mark.parametrize("sampler", [tx.RademacherSampler(), tx.NormalSampler()])
+@pytest.mark.parametrize(
+    ("sampler", "window"), [(tx.NormalSampler(), None), (tx.RademacherSampler(), 0)]
+)
 def test_agrees_with_the_trace(sampler, window):
     matrix = hermitian(0, SPECTRA["flat"])
     operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag)

@@ -1,5 +1,7 @@
 """Many parameters of a function from the products of one; `Inverse` with a shift."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -17,7 +19,12 @@ KEY = jr.key(0)
 PSD = lx.positive_semidefinite_tag
 SCALES = np.array([0.3, 0.5, 2.0])
 MATRIX = hermitian(0, np.geomspace(0.1, 3, N))
-PROBES = np.asarray(tx.RademacherSampler()(KEY, N, 4))
+
+
+@ft.cache
+def probes():
+    """Those of KEY."""
+    return np.asarray(jax.jit(lambda: tx.RademacherSampler()(KEY, N, 4))())
 
 
 def counting(matrix, tags):
@@ -80,7 +87,7 @@ def test_vmap_over_parameters_costs_no_product(name):
     jax.effects_barrier()
     assert len(calls) == (N if name == "exact" else 4 * N)
     nodes, basis = np.linalg.eigh(MATRIX)
-    weights = 1 if name == "exact" else np.mean((basis.T @ PROBES) ** 2, axis=1)
+    weights = 1 if name == "exact" else np.mean((basis.T @ probes()) ** 2, axis=1)
     expected = [np.sum(weights * function(nodes, s)) for s in SCALES]
     expected = np.log(expected) if name == "log_trace_exp" else expected
     assert np.allclose(together, expected, rtol=1e-9)
@@ -112,7 +119,7 @@ def test_shifted_inverse(tags, dtype):
     assert np.allclose(value, other, **tolerance)
     assert np.allclose(ours[1], theirs[1], atol=tolerance["rtol"] * 10)
     inverse = np.linalg.inv(MATRIX + 0.2 * np.eye(N))
-    slope = -np.mean(np.sum((inverse @ PROBES) ** 2, axis=0))
+    slope = -np.mean(np.sum((inverse @ probes()) ** 2, axis=0))
     assert np.allclose(ours[0], slope, **tolerance)
     assert np.allclose(exact, np.trace(inverse), **tolerance)
 
@@ -124,7 +131,7 @@ def test_bracket_of_a_shifted_inverse():
     settings = {"k": 4, "num_steps": 6, "key": KEY}
     solution = tx.trace_of_function(operator, tx.Inverse(0.01), **settings)
     inverse = np.linalg.inv(matrix + 0.01 * np.eye(N))
-    exact = np.sum(PROBES * (inverse @ PROBES), axis=0)
+    exact = np.sum(probes() * (inverse @ probes()), axis=0)
     low, high = np.asarray(solution.stats["sample_brackets"]).T
     assert np.all((low <= exact + 1e-9) & (exact <= high + 1e-9))
 

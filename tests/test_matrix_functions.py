@@ -166,7 +166,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_after_an_early_breakdown(name, dtype):
     """Few distinct eigenvalues: the quadrature is exact, also in what it reports."""
@@ -359,21 +359,6 @@ def test_preconditioned_krylov_aware():
     assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 100)
 
 
-def of_both_signs(theta):
-    matrix = kernel(theta)
-    plus = lx.MatrixLinearOperator(matrix, PSD)
-    minus = lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag)
-    settings = {"k": 4, "num_steps": 8, "key": KEY}
-    settings["preconditioner"] = with_nystrom(theta, plus, KEY)
-    return [tx.logdet(operator, **settings) for operator in (plus, minus)]
-
-
-def test_preconditioner_of_a_negative_operator():
-    one, other = compiled(of_both_signs, THETA)
-    assert np.isclose(one.value, other.value, rtol=1e-12)
-    assert (one.stats["sign"], other.stats["sign"]) == (1, (-1) ** N)
-
-
 def test_preconditioner_is_constant():
     """One that is a leaf of what is differentiated, in a log-determinant and a solve."""
 
@@ -432,7 +417,7 @@ def slope_in_matrix(matrix, function, gradient):
     return jax.grad(lambda x: trace_of(x, function, **settings).value)(matrix)
 
 
-@pytest.mark.parametrize("function", [tx.Log(), tx.Inverse(), tx.Power(-2)])
+@pytest.mark.parametrize("function", [tx.Log(), tx.Power(-2)])
 def test_gradient_by_solves_equals_that_by_lanczos(function):
     """With one column; with more, of the logarithm, in directions commuting with A."""
     matrix = np.exp(-SQUARE / (2 * 0.1**2)) + 0.3 * np.eye(N)
@@ -447,42 +432,38 @@ def test_gradient_by_solves_equals_that_by_lanczos(function):
             assert np.isclose(found, exact, rtol=1e-9)
 
 
-def second_by_solves(matrix, direction, scale, function):
+def second_by_solves(matrix, direction, scale):
     gradient = tx.SolveGradient(lx.CG(rtol=1e-6, atol=1e-6))
     settings = {"k": 5, "num_steps": N, "key": KEY, "gradient": gradient}
 
     def value(t):
-        return trace_of(scale * (matrix + t * direction), function, **settings).value
+        moved = scale * (matrix + t * direction)
+        return trace_of(moved, tx.Inverse(), **settings).value
 
     return jax.grad(jax.grad(value))(0.0)
 
 
-@pytest.mark.parametrize("function", [tx.Log(), tx.Inverse()])
-def test_second_derivative_by_solves_at_any_scale(function):
+def test_second_derivative_by_solves_at_any_scale():
     """By reverse mode over reverse mode, with solves for cotangents of any size, against
     the derivative of `z* f'(A) dA z` in `f'(A)` alone."""
     matrix = hermitian(11, np.linspace(1, 4, N))
     direction = hermitian(12, np.linspace(1, 2, N))
     found = [
-        np.asarray(compiled(second_by_solves, matrix, direction, scale, function))
-        * (scale if function == tx.Inverse() else 1)
+        scale * np.asarray(compiled(second_by_solves, matrix, direction, scale))
         for scale in map(np.asarray, (1.0, 1e6, 1e12))
     ]
     assert np.allclose(found, found[0], rtol=1e-5)
     inverse = np.linalg.inv(matrix)
-    slope = -inverse @ direction @ inverse
-    if function == tx.Inverse():
-        slope = -slope @ inverse - inverse @ slope
+    square = inverse @ inverse
+    slope = inverse @ direction @ square + square @ direction @ inverse
     probes = seen_by(N, 5)
     exact = np.mean(np.sum(probes * (slope @ direction @ probes), axis=0))
     assert np.isclose(found[0], exact, rtol=1e-5)
 
 
-def general(seed, dtype, n=16):
+def general(seed, n=16):
     normal = np.random.default_rng(seed).standard_normal((2, n, n))
-    if np.issubdtype(dtype, np.complexfloating):
-        return (normal[0] + 1j * normal[1]) / 2**0.5
-    return normal[0]
+    return (normal[0] + 1j * normal[1]) / 2**0.5
 
 
 def free_logdet(matrix, **settings):
@@ -494,15 +475,12 @@ def value_and_slope_of_general(key, k, matrix, direction, gradient):
     return value_and_slope(key, matrix, direction, call)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "by_solves"),
-    [(np.complex128, False), (np.complex128, True), (np.float64, True)],
-)
-def test_general_square(dtype, by_solves):
+@pytest.mark.parametrize("by_solves", [False, True])
+def test_general_square(by_solves):
     """log|det| and its derivative in one direction, 300 keys, false alarm 6e-5 each."""
-    matrix = general(7, dtype) / 4 + 2 * np.eye(16)
+    matrix = general(7) / 4 + 2 * np.eye(16)
     # Close to what left and right singular vectors differ by, to tell them apart.
-    direction = matrix - 2 * np.eye(16) + general(8, dtype) / 4
+    direction = matrix - 2 * np.eye(16) + general(8) / 4
     solver = lx.GMRES(rtol=1e-10, atol=1e-10, restart=16)
     gradient = tx.SolveGradient(solver) if by_solves else tx.LanczosGradient()
     value = np.linalg.slogdet(matrix)[1]
@@ -613,7 +591,7 @@ def test_function_of():
     """f(A) as an operator: products, traces of it by other estimators, its diagonal."""
     matrix = hermitian(12, np.geomspace(0.1, 10, N), np.complex128)
     dense = np.linalg.inv(matrix)
-    vector = general(13, np.complex128, N)[0]
+    vector = general(13, N)[0]
     product, transposed, along, zero, found, diagonal = compiled(products, matrix, vector)
     assert np.allclose(product, dense @ vector)
     assert np.allclose(transposed, dense.T @ vector)
@@ -738,6 +716,18 @@ class Reciprocal(eqx.Module):
         return self.scale / x
 
 
+@eqx.filter_jit
+def with_a_pole(scale, matrix, estimator):
+    def value(scale):
+        operator = matrix_free(matrix, lx.symmetric_tag)
+        call = {"k": 8, "num_steps": 10, "key": KEY, "throw": False}
+        function = Reciprocal(scale)
+        solution = tx.trace_of_function(operator, function, estimator, **call)
+        return solution.value, solution.result == tx.RESULTS.successful
+
+    return jax.value_and_grad(value, has_aux=True)(scale)
+
+
 SIGNS = np.repeat([1.0, -1.0], 8)
 
 
@@ -753,20 +743,7 @@ SIGNS = np.repeat([1.0, -1.0], 8)
 def test_a_pole_that_no_eigenvalue_meets(estimator, matrix):
     """After a breakdown, or where nothing is left, no function value is asked for, nor a
     derivative of one."""
-
-    @jax.jit
-    def run(scale, matrix):
-        def value(scale):
-            operator = matrix_free(matrix, lx.symmetric_tag)
-            call = {"k": 8, "num_steps": 10, "key": KEY, "throw": False}
-            solution = tx.trace_of_function(
-                operator, Reciprocal(scale), estimator, **call
-            )
-            return solution.value, solution.result == tx.RESULTS.successful
-
-        return jax.value_and_grad(value, has_aux=True)(scale)
-
-    (value, successful), slope = run(jnp.asarray(2.0), matrix)
+    (value, successful), slope = with_a_pole(jnp.asarray(2.0), matrix, estimator)
     expected = np.trace(np.linalg.inv(matrix))
     assert successful
     assert np.allclose([value, 2 * slope], 2 * expected, atol=1e-10)

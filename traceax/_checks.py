@@ -109,18 +109,19 @@ def check_positive(name: str, value: Any) -> int:
     return number
 
 
-def check_real_scalar(name: str, value: Any) -> None:
-    if not eqx.is_array_like(value) or jnp.shape(value) or jnp.iscomplexobj(value):
+def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
+    fits = eqx.is_array_like(value) and not jnp.shape(value)
+    if not fits or (real and jnp.iscomplexobj(value)):
         raise TypeError(
-            f"`{name}` must be a real number or array of shape (). Found {value!r}. For "
-            "several of them use `jax.vmap`."
+            f"`{name}` must be a {'real ' if real else ''}number or array of shape (). "
+            f"Found {value!r}. For several of them use `jax.vmap`."
         )
 
 
 def real_scalar(name: str, value: Any) -> Real[Array, ""]:
     """A real number or scalar array, which may be traced, as an array. Numbers are sent
     to the device explicitly, as some users ask for."""
-    check_real_scalar(name, value)
+    check_scalar(name, value)
     if isinstance(value, jax.Array):
         return jnp.asarray(value, float)
     return jax.device_put(np.asarray(value, jax.dtypes.canonicalize_dtype(float)))

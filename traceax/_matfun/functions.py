@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Inexact, Scalar
 
-from .._checks import check_real_scalar, plain_integer
+from .._checks import check_scalar, plain_integer
 from .._kernel.small_matrix import by_eigenvalues, exponential, power, shifted_inverse
 
 
@@ -186,7 +186,7 @@ class Inverse(AbstractSpectralFunction):
     nonnegative: ClassVar[bool] = True
 
     def __check_init__(self):
-        check_real_scalar("shift", self.shift)
+        check_scalar("shift", self.shift, real=False)
         if isinstance(self.shift, int | float) and not self.shift >= 0:
             raise ValueError(
                 f"`shift` must not be negative. Found {self.shift!r}. Shift the operator."
@@ -222,7 +222,7 @@ Inverse.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `shift` that is no real scalar, `ValueError` for a negative number.
+`TypeError` for a `shift` that is no scalar, `ValueError` for a negative number.
 """
 
 
@@ -332,7 +332,7 @@ class Exp(AbstractSpectralFunction):
     nonnegative: ClassVar[bool] = True
 
     def __check_init__(self):
-        check_real_scalar("scale", self.scale)
+        check_scalar("scale", self.scale, real=False)
 
     def __call__(self, x):
         return jnp.exp(jnp.asarray(self.scale, x.dtype) * x)
@@ -349,7 +349,7 @@ Exp.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `scale` that is no real scalar.
+`TypeError` for a `scale` that is no scalar.
 """
 
 

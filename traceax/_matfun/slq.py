@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive, largest_budget
-from .._checks import check_instance, check_real_scalar
+from .._checks import check_instance, check_scalar
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._quantity import AbstractQuantity, Trace
@@ -105,7 +105,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
         if self.lower_bound is not None:
-            check_real_scalar("lower_bound", self.lower_bound)
+            check_scalar("lower_bound", self.lower_bound)
         if self.krylov is not None:
             example = "Lanczos(window=0)"
             check_instance("krylov", self.krylov, AbstractKrylovMethod, example)

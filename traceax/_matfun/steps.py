@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
 from .._adaptive import Adaptive
-from .._checks import check_positive, check_real_scalar
+from .._checks import check_positive, check_scalar
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, freeze
 from .._quantity import AbstractQuantity
@@ -71,7 +71,7 @@ class AdaptiveSteps(eqx.Module):
         more, and a `share` that is not positive.
         """
         self.max_steps = check_positive("max_steps", max_steps)
-        check_real_scalar("share", share)
+        check_scalar("share", share)
         if isinstance(share, int | float) and not share > 0:
             raise ValueError(f"`share` must be positive. Found {share!r}.")
         self.share = share
