@@ -101,14 +101,6 @@ def test_gradient(name, arguments):
     assert np.all(np.isfinite(gradient))
 
 
-@pytest.mark.parametrize("name", [str(CASES[0]), "logdet"])
-def test_no_leaks(name, arguments):
-    """What is closed over by a transformation of equinox would look like one."""
-    with jax.checking_leaks():
-        solution = CALLS[name](*arguments)
-    assert np.isfinite(solution.value)
-
-
 def test_gradient_of_an_adaptive_budget(arguments):
     slope = jax.jit(jax.grad(lambda a, key, k: CALLS["XTrace-Sphere"](a, key, k).value))
     with strict():
