@@ -38,9 +38,9 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-def check_operator(operator: Any, *, square: bool = True) -> None:
+def check_operator(operator: Any, *, name: str = "operator", square: bool = True) -> None:
     if isinstance(operator, lx.AbstractLinearOperator):
-        return check_square(operator) if square else check_spaces(operator)
+        return check_square(operator, name) if square else check_spaces(operator, name)
     if eqx.is_array_like(operator):
         fix = "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
     elif callable(operator):
@@ -51,7 +51,7 @@ def check_operator(operator: Any, *, square: bool = True) -> None:
     else:
         fix = "See the operators of lineax."
     raise TypeError(
-        "`operator` must be a `lineax.AbstractLinearOperator`. Found an object of type "
+        f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of type "
         f"{type(operator).__name__}. {fix}"
     )
 
@@ -178,9 +178,13 @@ def check_key(key: Any) -> None:
 def _is_key(x: Any) -> bool:
     if not eqx.is_array(x):
         return False
-    typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if typed:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
-    if x.dtype != jnp.uint32:
-        return False
-    return x.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+    impl = jax.config.jax_default_prng_impl  # pyright: ignore
+    words = _words_of_key(impl)
+    return x.dtype == jnp.uint32 and x.shape == words
+
+
+@ft.cache
+def _words_of_key(impl: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=impl)).shape

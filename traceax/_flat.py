@@ -169,7 +169,7 @@ def is_complex(operator: lx.AbstractLinearOperator) -> bool:
     return jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
 
 
-def check_square(operator: lx.AbstractLinearOperator) -> None:
+def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
     """Raise unless the operator maps a space of real or of complex vectors to itself."""
     structure_in, structure_out = operator.in_structure(), operator.out_structure()
     shapes_in = [leaf.shape for leaf in tree_leaves(structure_in)]
@@ -177,26 +177,26 @@ def check_square(operator: lx.AbstractLinearOperator) -> None:
     same_tree = tree_structure(structure_in) == tree_structure(structure_out)
     if not same_tree or shapes_in != shapes_out:
         raise ValueError(
-            "`operator` must be square, with the same structure in and out. Found "
+            f"`{name}` must be square, with the same structure in and out. Found "
             f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
             f"in_structure()={structure_in} and out_structure()={structure_out}. "
             "For a rectangular operator J take the trace of `J.T @ J`."
         )
-    check_spaces(operator)
+    check_spaces(operator, name)
 
 
-def check_spaces(operator: lx.AbstractLinearOperator) -> None:
+def check_spaces(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
     """Raise unless the operator maps a space of real or of complex vectors to such a
     space of the same kind."""
     if 0 in (operator.in_size(), operator.out_size()):
-        raise ValueError("`operator` must have at least one row. Found size 0.")
+        raise ValueError(f"`{name}` must have at least one row. Found size 0.")
     structure_in, structure_out = operator.in_structure(), operator.out_structure()
     leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
     dtypes = {leaf.dtype for leaf in [*leaves, *_scalars(operator)]}
     kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}
     if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         raise TypeError(
-            "`operator` must map real vectors to real ones or complex vectors to "
+            f"`{name}` must map real vectors to real ones or complex vectors to "
             f"complex ones. Found the dtypes {sorted(map(str, dtypes))} in its "
             "in_structure(), out_structure() and factors. Cast the operator's arrays and "
             "its input structure to one floating or complex dtype."

@@ -317,8 +317,8 @@ def _replaced(solution: Solution, exact: Solution) -> Solution:
     products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
     stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
     stats["num_matvecs"] = products
-    for name in {"jackknife_std_err", "independent_std_err"} & stats.keys():
-        stats[name] = jnp.zeros_like(stats[name])
+    bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
+    stats |= jax.tree.map(jnp.zeros_like, bars)
     if "samples" in stats:
         (sample,) = exact.stats["samples"]
         stats["samples"] = jnp.full_like(solution.stats["samples"], sample)

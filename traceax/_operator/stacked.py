@@ -18,11 +18,7 @@ def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
     """Square operators on the same space, one above the other: `v -> (A v, B v, ...)`.
     The keys of `operators` are the names of the arguments, for error messages."""
     for name, operator in operators.items():
-        try:
-            check_operator(operator)
-        except (TypeError, ValueError) as error:
-            message = str(error).replace("`operator`", f"`{name}`")
-            raise type(error)(message) from None
+        check_operator(operator, name=name)
     (name, first), *others = operators.items()
     structure = first.in_structure()
     for other, operator in others:
