@@ -91,7 +91,8 @@ def estimates(function, num_steps):
 
 
 def measure(dtype, conditions, function, reference):
-    """By condition, whether runs held the truth, and whether they were flagged."""
+    """By condition, whether runs held the truth, and whether they were flagged; up to
+    where rounding leaves no matrix positive definite."""
     runs = [estimates(function, num_steps) for num_steps in STEPS]
     found = []
     for condition in conditions:
@@ -100,6 +101,8 @@ def measure(dtype, conditions, function, reference):
             for matrix, known in matrices(condition, dtype)
             for run in runs
         ]
+        if not cells:
+            break
         found.append(np.stack([np.ravel(each) for each in zip(*cells, strict=True)]))
     return found
 
@@ -119,16 +122,17 @@ def main() -> None:
         cells = [f"{limit:.0e}"]
         for name, (function, reference) in FUNCTIONS.items():
             found = measure(dtype, conditions, function, reference)
+            tried = conditions[: len(found)]
             flagged = np.array([np.mean(each[1]) for each in found])
             told = np.array([np.mean(each[0] | each[1]) for each in found])
-            below = np.concatenate([*found[: np.sum(conditions <= limit)]], axis=1)
+            below = np.concatenate([*found[: np.sum(tried <= limit)]], axis=1)
             inside, bad = below
             counts[name] += [np.sum(bad), np.sum(bad & inside), len(bad)]
-            unflagged = conditions[np.cumsum(flagged) == 0]
-            half = conditions[flagged >= 0.5]
+            unflagged = tried[np.cumsum(flagged) == 0]
+            half = tried[flagged >= 0.5]
             cells.append(f"{unflagged[-1]:.0e}" if len(unflagged) else "none")
             cells.append(f"{half[0]:.0e}" if len(half) else "above")
-            cells.append(f"{min(told[conditions <= limit]):.2f}")
+            cells.append(f"{min(told[tried <= limit]):.2f}")
         print(f"| {jnp.dtype(dtype).name} | {' | '.join(cells)} |", flush=True)
     print("\nRuns up to the limit:\n")
     for name, (flagged, held, all_runs) in counts.items():

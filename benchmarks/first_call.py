@@ -1,11 +1,13 @@
 """What the first call of a process costs: tracing, lowering and compiling.
 
+    pip install matfree
     pip install --no-deps --target .peers traceax==1.0.2
     python benchmarks/first_call.py
 
-CPU seconds of the first call of each estimator, with and without its gradient, on a dense
-float32 operator (n = 300, 60 products), the median of three processes; and those of
-traceax 1.0.2, with the ratio.
+CPU seconds of the first call, with and without its gradient, on a dense float32 operator
+(n = 300): estimators with 60 products, log-determinants of 20 probes and steps. Medians
+of three processes; those of traceax 1.0.2, or for a log-determinant matfree's; the ratio,
+and that to Hutchinson of 1.0.2; and ours with the older emitters of XLA:CPU.
 """
 
 import os
@@ -16,49 +18,68 @@ from pathlib import Path
 
 
 RELEASED = Path(__file__).parents[1] / ".peers"
-N, K = 300, 60
+N, K, NUM_STEPS = 300, 60, 20
 ESTIMATORS = {
     "Hutchinson": "HutchinsonEstimator",
     "Hutch++": "HutchPlusPlusEstimator",
     "XTrace": "XTraceEstimator",
     "XNysTrace": "XNysTraceEstimator",
 }
-OURS = ["log-determinant", *(f"{name}, adaptive" for name in ESTIMATORS)]
+LOGDETS = {"log-determinant": False, "log-determinant, `throw=True`": True}
+ADAPTIVE = [f"{name}, adaptive" for name in ESTIMATORS]
+OLDER = "--xla_cpu_use_fusion_emitters=false"
 
 
-def first_call(name: str, differentiated: bool) -> None:
-    """Print the CPU seconds of the first call, in this process, of either release."""
+def call(name: str, package: str):
+    """The call as a function of the matrix, by ours, traceax 1.0.2 or matfree."""
     import jax
+    import jax.numpy as jnp
     import lineax as lx
+
+    key = jax.random.key(1)
+    if package == "matfree":
+        from matfree import decomp, funm, stochtrace
+
+        steps = decomp.tridiag_sym(NUM_STEPS, reortho="full")
+        form = funm.monte_carlo_funm_sym_logdet(steps)
+        sampler = stochtrace.sampler_signs(jnp.ones(N), num=NUM_STEPS)
+        estimate = stochtrace.estimator_monte_carlo(form, sampler)
+        return lambda matrix: estimate(lambda v, matrix: matrix @ v, key, matrix)
 
     import traceax as tx
 
-    x = jax.random.normal(jax.random.key(0), (N, N))
-    matrix, key = x @ x.T / N, jax.random.key(1)
-    released = not hasattr(tx, "trace")
-
     def value(matrix):
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        if name == "log-determinant":
-            return tx.logdet(operator, k=20, num_steps=20, key=key, throw=False).value
-        kind, *adaptive = name.split(", ")
-        estimator = getattr(tx, ESTIMATORS[kind])()
-        if released:
+        if name in LOGDETS:
+            settings = {"k": NUM_STEPS, "num_steps": NUM_STEPS, "throw": LOGDETS[name]}
+            return tx.logdet(operator, key=key, **settings).value
+        estimator = getattr(tx, ESTIMATORS[name.removesuffix(", adaptive")])()
+        if package == "released":
             return estimator.estimate(key, operator, K)[0]
-        k = tx.Adaptive(rtol=0.1, max_k=128) if adaptive else K
+        k = tx.Adaptive(rtol=0.1, max_k=128) if name in ADAPTIVE else K
         return tx.trace(operator, estimator, k=k, key=key, throw=False).value
 
-    compiled = jax.jit(jax.grad(value) if differentiated else value)
+    return value
+
+
+def first_call(name: str, package: str, kind: str) -> None:
+    """Print the CPU seconds of the first call, in this process."""
+    import jax
+
+    value = call(name, package)
+    x = jax.random.normal(jax.random.key(0), (N, N))
+    matrix = x @ x.T / N
+    compiled = jax.jit(jax.grad(value) if kind == "gradient" else value)
     start = time.process_time()
     jax.block_until_ready(compiled(matrix))
     print(time.process_time() - start)
 
 
-def in_process(folder: Path, name: str, differentiated: bool) -> float:
-    """The median of three processes that import traceax from `folder`."""
-    kind = "gradient" if differentiated else "value"
-    command = [sys.executable, __file__, name, kind]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+def in_process(name: str, package: str, kind: str, flags: str = "") -> float:
+    """The median of three processes."""
+    folder = RELEASED if package == "released" else RELEASED.parent
+    command = [sys.executable, __file__, name, package, kind]
+    environment = os.environ | {"PYTHONPATH": str(folder), "XLA_FLAGS": flags}
     seconds = []
     for _ in range(3):
         done = subprocess.run(
@@ -69,24 +90,24 @@ def in_process(folder: Path, name: str, differentiated: bool) -> float:
 
 
 def main() -> None:
-    print("| first call, CPU seconds | ours | traceax 1.0.2 | ratio |")
-    print("|---|---|---|---|")
-    for differentiated in (False, True):
-        hutchinson = None
-        for name in [*ESTIMATORS, *OURS]:
-            label = f"{name}, gradient" if differentiated else name
-            ours = in_process(RELEASED.parent, name, differentiated)
-            if name in OURS:
-                theirs, ratio = "-", f"{ours / hutchinson:.2f} of its Hutchinson"
-            else:
-                seconds = in_process(RELEASED, name, differentiated)
-                hutchinson = hutchinson or seconds
+    print("| first call, CPU seconds | ours | theirs | ratio | to Hutchinson | older |")
+    print("|---|---|---|---|---|---|")
+    for kind in ("value", "gradient"):
+        hutchinson = in_process("Hutchinson", "released", kind)
+        for name in [*ESTIMATORS, *LOGDETS, *ADAPTIVE]:
+            ours, older = (in_process(name, "ours", kind, flag) for flag in ("", OLDER))
+            theirs, ratio = "-", "-"
+            if name not in ADAPTIVE:
+                peer = "matfree" if name in LOGDETS else "released"
+                seconds = in_process(name, peer, kind)
                 theirs, ratio = f"{seconds:.2f}", f"{ours / seconds:.2f}"
-            print(f"| {label} | {ours:.2f} | {theirs} | {ratio} |", flush=True)
+            label = name if kind == "value" else f"{name}, gradient"
+            cells = [label, f"{ours:.2f}", theirs, ratio, f"{ours / hutchinson:.2f}"]
+            print(f"| {' | '.join(cells)} | {older:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        first_call(sys.argv[1], sys.argv[2] == "gradient")
+        first_call(*sys.argv[1:])
     else:
         main()
