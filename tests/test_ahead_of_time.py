@@ -20,7 +20,7 @@ import pytest
 
 import traceax as tx
 
-from .helpers import matrix_free, PSD
+from .helpers import CASES, matrix_free, PSD
 from .public_functions import dense, example, FUNCTIONS, KEY, logdet, N, SETTINGS, traced
 
 
@@ -141,6 +141,17 @@ def test_shapes_without_computing(name):
 
 
 # --- Traces ---
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_estimators_are_arguments_of_programs(case):
+    """Whatever may decide what is compiled stays with them, and is no array there."""
+
+    def run(estimator, matrix):
+        operator = matrix_free(matrix, PSD)
+        return tx.trace(operator, estimator, k=8, key=KEY, throw=False).value
+
+    assert jax.eval_shape(run, case.estimator, example()).shape == ()
 
 
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit], ids=["jit", "filter_jit"])

@@ -276,6 +276,26 @@ def test_bracket_sees_the_krylov_error(name):
         assert steps < 11 or high - low < 1e-2 * np.mean(np.abs(exact))
 
 
+def test_krylov_error_where_each_step_gains_little():
+    """Of eigenvalues down to -1 and an exponent of 300, by 20 keys."""
+    eigenvalues = np.linspace(-1, 0, 2000)
+    structure = jax.ShapeDtypeStruct(eigenvalues.shape, eigenvalues.dtype)
+    operator = lx.FunctionLinearOperator(lambda v: eigenvalues * v, structure)
+    settings = {"k": 10, "num_steps": 10, "throw": False}
+    estimator = tx.SLQEstimator(tx.SphereSampler())
+
+    def interval(key):
+        call = tx.trace_of_function(
+            operator, tx.Exp(300.0), estimator, key=key, **settings
+        )
+        return call.interval()
+
+    keys = jr.split(jr.key(0), 20)
+    low, high = jax.jit(lambda keys: jax.lax.map(interval, keys))(keys)
+    exact = np.sum(np.exp(300 * eigenvalues))
+    assert np.all((low <= exact) & (exact <= high))
+
+
 @eqx.filter_jit
 def over_keys(matrix, direction):
     """Value, derivative along `direction`, bar and success of exp(-A / 2) by 200 keys."""

@@ -3,6 +3,8 @@ limits of the arguments, structured and degenerate operators."""
 
 import collections
 import functools as ft
+import gc
+import weakref
 
 import equinox as eqx
 import jax
@@ -252,6 +254,35 @@ def test_parameters_of_functions():
         return tx.trace_of_function(operator, function, k=N, num_steps=1).value
 
     assert np.allclose(jax.jit(jax.grad(power))(1.5), np.sum(FLAT**1.5 * np.log(FLAT)))
+
+
+def test_functions_as_arguments_of_a_program():
+    """Their numbers arrive as arrays there."""
+    matrix = matrix_of()
+
+    def inverse(function, matrix):
+        settings = {"k": N, "num_steps": 5, "throw": False}
+        return tx.trace_of_function(dense(matrix), function, **settings).value
+
+    assert np.allclose(jax.jit(inverse)(tx.Inverse(), matrix), np.sum(1 / FLAT))
+    shifted = jax.jit(inverse)(tx.Inverse(0.5), matrix)
+    assert np.allclose(shifted, np.sum(1 / (FLAT + 0.5)))
+
+
+def test_what_a_callable_closes_over_is_not_kept():
+    class Data:
+        scale = 2.0
+
+    def call():
+        data = Data()
+        function = lambda x: data.scale * x  # noqa: E731
+        found = tx.trace_of_function(dense(matrix_of()), function, k=N, num_steps=5)
+        assert np.allclose(found.value, 2 * np.sum(FLAT))
+        return weakref.ref(data)
+
+    seen = call()
+    gc.collect()
+    assert seen() is None
 
 
 def test_one_trace_for_each_budget():

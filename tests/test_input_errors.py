@@ -22,6 +22,8 @@ ESTIMATORS = [case.estimator for case in CASES]
 MATRIX = jnp.asarray(np.diag(np.arange(1.0, N + 1)) + 0.1)
 TAGGED = matrix_free(MATRIX, PSD)
 SKETCHES = [tx.HutchPlusPlusEstimator, tx.NystromPlusPlusEstimator, tx.XTraceEstimator]
+SAMPLED = {type(each) for each in ESTIMATORS if hasattr(each, "sampler")}
+SAMPLED |= {tx.DiagPlusPlusEstimator, tx.XDiagEstimator, tx.XNysDiagEstimator}
 PSD_ONLY = [tx.NystromPlusPlusEstimator, tx.XNysTraceEstimator]
 
 
@@ -267,6 +269,16 @@ def test_resphering_needs_rotation_invariance(estimator):
     parts = ["`improved=True`", "`RademacherSampler`", "`traceax.SphereSampler`"]
     check(ValueError, parts, lambda: estimator(sampler))
     assert not estimator(sampler, improved=False).improved
+
+
+@pytest.mark.parametrize("sampler", ["x", tx.SphereSampler])
+@pytest.mark.parametrize("estimator", sorted(SAMPLED, key=lambda x: x.__name__))
+def test_samplers_are_instances(estimator, sampler):
+    parts = [
+        "`sampler` must be an instance of `traceax.AbstractSampler`",
+        "SphereSampler",
+    ]
+    check(TypeError, parts[: 1 + (sampler != "x")], lambda: estimator(sampler))
 
 
 @pytest.mark.parametrize("block_size", [0, -1, True, 2.0])

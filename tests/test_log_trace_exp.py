@@ -137,6 +137,23 @@ def test_quadrature_error_is_seen():
         assert error <= float(solution.stats["quadrature_error"]) + 1e-9
 
 
+@pytest.mark.parametrize("num_steps", [8, 16])
+def test_quadrature_error_where_each_step_gains_little(num_steps):
+    """Of eigenvalues down to -1 and an exponent of 1000, by 20 keys."""
+    eigenvalues = jnp.linspace(-1, 0, 2000)
+    operator = lx.DiagonalLinearOperator(eigenvalues)
+    settings = {"k": 10, "num_steps": num_steps, "sampler": tx.SphereSampler()}
+
+    def interval(key):
+        return tx.log_trace_exp(
+            operator, 1e3, key=key, throw=False, **settings
+        ).interval()
+
+    low, high = jax.jit(lambda keys: jax.lax.map(interval, keys))(jr.split(KEY, 20))
+    exact = logsumexp(1e3 * eigenvalues)
+    assert np.all((low <= exact) & (exact <= high))
+
+
 STEPS = tx.AdaptiveSteps(max_steps=30)
 
 

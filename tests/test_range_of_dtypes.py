@@ -322,6 +322,44 @@ def test_what_is_left_of_a_vector_at_a_breakdown(window):
 
 
 @pytest.mark.parametrize(
+    ("function", "exact"),
+    [
+        (tx.Power(0.1), 100),
+        (tx.Power(0.5), 100),
+        (tx.Power(1.5), 100),
+        (tx.Inverse(1e-3), 200e3 + 100 / 1.001),
+        (tx.Inverse(1e-6), 200e6 + 100),
+        (tx.Entropy(), 0),
+    ],
+    ids=["x^0.1", "x^0.5", "x^1.5", "ridge", "small ridge", "entropy"],
+)
+def test_exact_answers_of_rank_deficient_operators(function, exact):
+    """A projection of rank 100 in 300 dimensions, float32. The eigenvalues that are zero
+    come with rounding errors, and 200 of these add up: the interval has the truth, or the
+    call is not successful."""
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((300, 100)))[0]
+    basis = jnp.asarray(basis, np.float32)
+    operator = lx.FunctionLinearOperator(
+        lambda v: basis @ (basis.T @ v), jax.ShapeDtypeStruct((300,), np.float32), PSD
+    )
+    solution = tx.trace_of_function(operator, function, k=300, throw=False)
+    low, high = solution.interval()
+    assert low <= exact <= high
+    assert solution.result == SUCCESSFUL or high - low > 0.02 * solution.value
+
+
+def test_singular_values_after_a_breakdown():
+    """Rounding errors of an orthogonal matrix, in a basis that they lose their
+    orthogonality to, would make a singular value of zero."""
+    orthogonal = np.linalg.qr(np.random.default_rng(0).standard_normal((200, 200)))[0]
+    operator = lx.MatrixLinearOperator(np.float32(2.5 * orthogonal))
+    of_key = lambda key: tx.logdet(operator, k=8, num_steps=30, key=key, throw=False)  # noqa: E731
+    solution = jax.vmap(of_key)(jax.random.split(KEY, 10))
+    assert np.all(solution.result == SUCCESSFUL)
+    np.testing.assert_allclose(solution.value, 200 * np.log(2.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
     "estimator",
     [tx.XTraceEstimator(), tx.XDiagEstimator(), tx.XNysTraceEstimator()],
     ids=lambda x: x.name,

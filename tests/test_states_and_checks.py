@@ -3,6 +3,7 @@ edges."""
 
 import copy
 import pickle
+from typing import ClassVar
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -17,6 +18,7 @@ import traceax as tx
 from traceax._execution import Local
 from traceax._flat import flatten
 from traceax._iterate import fold
+from traceax._solve import _hash
 
 from .helpers import hermitian, matrix_free, PSD
 
@@ -111,6 +113,38 @@ def test_large_arrays_are_compared():
     ):
         with pytest.raises(ValueError, match=r"`estimator\.preconditioner\.vectors`"):
             call(others, again)
+
+
+class WithKey(tx.AbstractSampler):
+    key: jax.Array
+    dtype: None = None
+    rotation_invariant: ClassVar[bool] = False
+
+    def sample(self, key, n, dtype):
+        del key
+        return jr.rademacher(self.key, (n,), dtype)
+
+
+def test_keys_among_the_parameters():
+    def call(seed, k):
+        estimator = tx.HutchinsonEstimator(WithKey(jr.key(seed)))
+        return tx.trace(OPERATOR, estimator, k=k, key=KEY, throw=False)
+
+    again = budget(max_k=32, state=call(1, budget()).state)
+    assert call(1, again).stats["num_matvecs"] > 8
+    with pytest.raises(ValueError, match=r"`estimator\.sampler\.key`"):
+        call(2, again)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "float64", "complex64"])
+def test_one_entry_changes_what_identifies_an_array(dtype):
+    x = np.arange(12).reshape(3, 4) % 3 % 2
+    others = [x, x[::-1]]
+    for i in range(12):
+        others.append(x.copy())
+        others[-1].flat[i] ^= 1
+    found = {int(_hash(jnp.asarray(each, dtype))) for each in others}
+    assert len(found) == len(others)
 
 
 def test_traced_parameters_are_not_compared():
@@ -230,6 +264,26 @@ def test_devices_of_a_mesh():
 def test_words_that_are_no_key(size):
     with pytest.raises(TypeError, match="`key` must be one JAX PRNG key"):
         tx.trace(OPERATOR, HUTCHINSON, k=4, key=jnp.zeros(size, np.uint32))
+
+
+def test_raw_keys_where_new_ones_are_the_default():
+    raw = jnp.array([0, 1], np.uint32)
+    with jax.enable_custom_prng(), pytest.warns(FutureWarning, match="Raw arrays"):
+        inside = tx.trace(OPERATOR, HUTCHINSON, k=4, key=raw)
+    assert inside.value == tx.trace(OPERATOR, HUTCHINSON, k=4, key=raw).value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tx.Exp(np.nan),
+        lambda: tx.SLQEstimator(lower_bound=np.nan),
+        lambda: tx.Adaptive(rtol=np.nan, max_k=8),
+    ],
+)
+def test_parameters_that_are_no_numbers(make):
+    with pytest.raises(ValueError, match="nan"):
+        make()
 
 
 def test_raw_keys_of_another_generator():

@@ -67,9 +67,15 @@ def test_at_once_needs_batches(make):
 
 
 def test_lists_of_batches():
-    pairs = [(x, np.ones(4)) for x in BATCHES]
-    with pytest.raises(ValueError, match=r"`batches` must be.* in a list of batches"):
-        tx.hessian(lambda w, pair: loss(w, pair[0][0]), POINT, pairs)
+    """A list of alike elements is refused, but not one of the parts of a batch."""
+    message = r"`batches` must be.* in a list of batches"
+    for batches in ([(x, np.ones(4)) for x in BATCHES], list(BATCHES)):
+        with pytest.raises(ValueError, match=message):
+            tx.hessian(lambda w, batch: loss(w, batch[0]), POINT, batches)
+    weights = {"weight": np.ones(2)}
+    parts = lambda w, batch: batch[1]["weight"] * loss(w, batch[0])  # noqa: E731
+    operator = tx.hessian(parts, POINT, [BATCHES, weights])
+    np.testing.assert_allclose(operator.mv(POINT), 24 * POINT)
 
 
 def test_outputs_that_are_no_floating_point_numbers():

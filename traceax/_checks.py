@@ -116,6 +116,8 @@ def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
             f"`{name}` must be a {'real ' if real else ''}number or array of shape (). "
             f"Found {value!r}. For several of them use `jax.vmap`."
         )
+    if isinstance(value, float | complex) and value != value:
+        raise ValueError(f"`{name}` must be a number. Found {value!r}.")
 
 
 def real_scalar(name: str, value: Any) -> Real[Array, ""]:
@@ -187,4 +189,6 @@ def _is_key(x: Any) -> bool:
 
 @ft.cache
 def _words_of_key(impl: str) -> tuple[int, ...]:
-    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=impl)).shape
+    """The shape of the data of one key, of either kind."""
+    key_data = lambda: jax.random.key_data(jax.random.key(0, impl=impl))  # noqa: E731
+    return jax.eval_shape(key_data).shape

@@ -283,9 +283,9 @@ def gaussian_log_prob(
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
     - `estimator`, `k`, `num_steps`, `key`, `gradient`, `execution`: of the
-        log-determinant, as for [`traceax.logdet`][]; with [`traceax.Adaptive`][] the
-        tolerances are those of the log-determinant. `gradient` does not matter to the
-        quadratic form.
+        log-determinant, as for [`traceax.logdet`][]; so are the tolerances and what a
+        `callback` is given with [`traceax.Adaptive`][]. `gradient` does not matter to
+        the quadratic form.
     - `preconditioner`: for the log-determinant and the solve, as for
         [`traceax.logdet`][].
     - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of

@@ -40,7 +40,8 @@ class _Run(eqx.Module):
     - `value`: the logarithm of the Gauss rule for `z* exp(s A) z`.
     - `left`: the derivative of that in A is `Re(left* dA z)`.
     - `error`: an estimate of that of the rule, in log units: twice the change by a step
-        less, or by one more that repeats the last coefficients, whichever is larger.
+        less, or by as many steps again that repeat the last coefficients, whichever is
+        larger. The change by a single one is small where all steps gain little.
     - `deviation`: that of `QuadraticForm`, over the exponential of `value`.
     - `residual`, `extremes`: as in `QuadraticForm`.
     """
@@ -64,11 +65,13 @@ class _Run(eqx.Module):
             return logsumexp(scale * nodes, b=vectors[0] ** 2), nodes, vectors
 
         log, nodes, vectors = gauss(alpha, beta)
-        index = jnp.arange(len(alpha) + 1)
-        alphas, betas = jnp.append(alpha, alpha[0]), jnp.append(beta, 0)
-        alphas = jnp.where(index == run.last + 1, alpha[run.last], alphas)
-        after, *_ = gauss(alphas, jnp.where(index == run.last, rest, betas))
-        before, *_ = gauss(alpha, jnp.where(index[:-1] == run.last - 1, 0, beta))
+        index, made = jnp.arange(2 * len(alpha)), run.last + 1
+        again = (index >= made) & (index < 2 * made)
+        alphas = jnp.where(again, alpha[run.last], jnp.pad(alpha, (0, len(alpha))))
+        coupled = (index >= run.last) & (index < 2 * made - 1)
+        betas = jnp.where(coupled, rest, jnp.pad(beta, (0, len(beta))))
+        after, *_ = gauss(jnp.where(index < 2 * made, alphas, alpha[0]), betas)
+        before, *_ = gauss(alpha, jnp.where(index[: len(beta)] == run.last - 1, 0, beta))
         error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
         # Shifted again, since the difference from the largest exponent may be below its
         # roundoff.

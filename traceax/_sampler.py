@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 
+from ._checks import check_instance
 from ._flat import FlatOperator, standard_promotion
 from ._threefry import fast, fold_in
 
@@ -183,6 +184,7 @@ def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
 
 
 def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
+    check_instance("sampler", sampler, AbstractSampler, "SphereSampler()")
     if improved and not sampler.rotation_invariant:
         raise ValueError(
             f"`improved=True` (resphering) needs a rotation-invariant `sampler`. Found "

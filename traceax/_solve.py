@@ -173,22 +173,29 @@ def _identities(estimator: AbstractTask) -> dict[str, Array]:
     is_product = lambda x: isinstance(x, FlatFunction)  # noqa: E731
     leaves, _ = jax.tree.flatten_with_path(estimator, is_leaf=is_product)
     arrays = {jax.tree_util.keystr(path): x for path, x in leaves if eqx.is_array(x)}
-    return {name: x if x.ndim == 0 else _hash(x) for name, x in arrays.items()}
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    data = {name: jr.key_data(x) if is_key(x) else x for name, x in arrays.items()}
+    return {name: x if x.ndim == 0 else _hash(x) for name, x in data.items()}
 
 
 @jax.jit
 def _hash(x: Shaped[Array, "..."]) -> Int[Array, ""]:
-    """The bytes, each times an odd number of its own, added modulo 2^32: a sum that is
-    the same in any order, and so on any mesh."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jr.key_data(x)
-    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    parts = [x.astype(jnp.uint8) if x.dtype == bool else x for x in parts]
-    data = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts]).ravel()
-    index = jnp.arange(data.size, dtype=jnp.uint32)
-    mixed = (index + jnp.uint32(1)) * jnp.uint32(0x9E3779B1)
-    odd = (mixed ^ (mixed >> jnp.uint32(15))) | jnp.uint32(1)
-    return jnp.sum(data.astype(jnp.uint32) * odd, dtype=jnp.uint32)
+    """The words, each mixed with its index by the finaliser of MurmurHash3, added modulo
+    2^32: a sum that is the same in any order, and so on any mesh."""
+    if jnp.iscomplexobj(x):
+        return _hash(x.real) + jnp.uint32(3) * _hash(x.imag)
+    if x.dtype.itemsize == 8:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    elif jnp.issubdtype(x.dtype, jnp.floating):
+        x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    index = jnp.uint32(1)
+    for axis, size in enumerate(x.shape):
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        index = index * jnp.uint32(size) + place
+    mixed = x.astype(jnp.uint32) + index * jnp.uint32(0x9E3779B1)
+    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35):
+        mixed = (mixed ^ (mixed >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> jnp.uint32(16)), dtype=jnp.uint32)
 
 
 def _differ(ours: Array, theirs: Array) -> bool:

@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
-from .._checks import check_operator
+from .._checks import check_instance, check_operator
 from .._exact import exact
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator, flatten
@@ -286,6 +286,9 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
 
     sampler: eqx.AbstractVar[AbstractSampler]
     quadratic: ClassVar[bool] = True
+
+    def __check_init__(self):
+        check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
 
     @abc.abstractmethod
     def sample(

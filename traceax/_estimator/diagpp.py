@@ -99,4 +99,8 @@ class DiagPlusPlusEstimator(AbstractSketchEstimator):
 DiagPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+
+**Raises:**
+
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
 """

@@ -62,4 +62,8 @@ class HutchinsonEstimator(AbstractStreamingEstimator):
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+
+**Raises:**
+
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
 """

@@ -79,7 +79,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     """
 
     sampler: AbstractSampler = SphereSampler()
-    improved: bool | None = None
+    improved: bool | None = eqx.field(static=True, default=None)
     min_matvecs: ClassVar[int] = 3
     semidefinite: ClassVar[bool] = False
 
@@ -244,5 +244,6 @@ HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `improved=True` with a sampler that is not rotation invariant.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
 """

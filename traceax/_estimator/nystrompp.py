@@ -73,7 +73,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     """
 
     sampler: AbstractSampler = SphereSampler()
-    improved: bool | None = None
+    improved: bool | None = eqx.field(static=True, default=None)
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = True
 
@@ -250,5 +250,6 @@ NystromPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `improved=True` with a sampler that is not rotation invariant.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
 """

@@ -9,6 +9,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
+from .._checks import check_instance
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator, flatten, is_hermitian
 from .._gradient import attach, attach_derivative, Frame, read_by
@@ -123,6 +124,9 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
 
     sampler: eqx.AbstractVar[AbstractSampler]
     semidefinite: eqx.AbstractClassVar[bool]
+
+    def __check_init__(self):
+        check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
 
     @abc.abstractmethod
     def num_probes(self, k: int) -> int:

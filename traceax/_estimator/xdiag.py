@@ -145,4 +145,8 @@ class _State(eqx.Module):
 XDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: distribution of the probes. Default is [`traceax.RademacherSampler`][].
+
+**Raises:**
+
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
 """

@@ -1,3 +1,5 @@
+import equinox as eqx
+
 from .._sampler import AbstractSampler, RademacherSampler
 from .xnystrace import XNysTraceEstimator
 
@@ -51,7 +53,7 @@ class XNysDiagEstimator(XNysTraceEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
-    improved: bool = False
+    improved: bool = eqx.field(static=True, default=False)
 
 
 XNysDiagEstimator.__init__.__doc__ = """**Arguments:**
@@ -61,5 +63,6 @@ XNysDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `improved=True` with a sampler that is not rotation invariant.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
 """

@@ -69,7 +69,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     """
 
     sampler: AbstractSampler = SphereSampler()
-    improved: bool = True
+    improved: bool = eqx.field(static=True, default=True)
     min_matvecs: ClassVar[int] = 1
     semidefinite: ClassVar[bool] = True
 
@@ -207,5 +207,6 @@ XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `improved=True` with a sampler that is not rotation invariant.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
 """

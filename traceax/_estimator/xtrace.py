@@ -68,7 +68,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
     """
 
     sampler: AbstractSampler = SphereSampler()
-    improved: bool = True
+    improved: bool = eqx.field(static=True, default=True)
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = False
 
@@ -184,5 +184,6 @@ XTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for `improved=True` with a sampler that is not rotation invariant.
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
 """

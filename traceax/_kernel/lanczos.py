@@ -380,7 +380,7 @@ def orthogonalise(
 
     def cancelled(state):
         _, norm, before, count = state
-        return (count == 0) | ((norm < before / 10) & (count < 2))
+        return (count == 0) | ((norm < before / 2**0.5) & (count < 2))
 
     norm = _length(x)
     state = x, norm, norm, jnp.zeros_like(norm, dtype=jnp.int32)

@@ -1,5 +1,7 @@
 """Traces of functions by a dense factorisation, from n products."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
@@ -35,15 +37,20 @@ def exact_trace_of_function(
         nodes, left = eigh((matrix + matrix.conj().T) / 2)
         right, ends = left.conj().T, [0, -1]
         noise = two_norm(skew) / (2**0.5 * operator.size)
-    values = values_at(function, nodes, operator.eps)
+    error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
+
+    def at(nodes):
+        return values_at(function, nodes, operator.eps)
+
+    values, one_sided, bias = _near_zero(function, at, nodes, error)
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
     in_domain = check_domain(function, operator, extremes, value)
-    error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
     # Not defined where they leave the domain, or overflow.
-    moved = values_at(function, nodes + error, operator.eps) - values
-    moved = jnp.where(jnp.isfinite(moved), moved, 0)
-    change, lost = _rounding(nodes, values, slopes, error, moved)
+    moved = at(nodes + error) - values
+    moved = jnp.where(jnp.isfinite(moved) & ~one_sided, moved, 0)
+    steep = jnp.where(one_sided, 0, slopes)
+    change, lost = _rounding(nodes, values, steep, error, moved, bias)
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
     extra = {"ritz_values": extremes}
     if function.bracketed:
@@ -110,19 +117,52 @@ def _of_general_matrix(
     )
 
 
+def _near_zero(
+    function: AbstractSpectralFunction,
+    at: Callable[[Array], Array],
+    nodes: Real[Array, " n"],
+    error: Real[Array, ""],
+) -> tuple[Real[Array, " n"], Bool[Array, " n"], Real[Array, ""]]:
+    """The values of a function whose domain ends at zero; at which nodes, which cannot be
+    told from zero, their errors have one sign; and by how much these change the sum.
+
+    Of a function that goes on beyond zero, values at negative nodes are taken there.
+    Errors then cancel, but for the curvature of the function. Elsewhere negative nodes
+    count as zero, and all errors of zeros have one sign, as those of singular values."""
+    values = at(nodes)
+    if not function.semidefinite_domain or function.singular_at_zero:
+        return values, jnp.zeros_like(nodes, bool), jnp.zeros_like(error)
+    width, zeros = 8 * error, jnp.zeros_like(nodes)
+    unseen = nodes <= width
+    rise = jnp.abs(jnp.stack([values - at(zeros), at(nodes + error) - values]))
+    bias = jnp.sum(jnp.where(unseen, jnp.max(rise, axis=0), 0))
+    if function.of_singular_values:
+        return values, unseen, bias
+    low, middle, high = function(jnp.stack([-width, zeros[0], width]))
+    curved = jax.lax.stop_gradient(jnp.abs(low + high - 2 * middle) / 2)
+    beyond = jnp.isfinite(curved)
+    bias = jnp.where(beyond, jnp.sum(unseen) * curved, bias)
+    within = beyond & (jnp.abs(nodes) <= width)
+    # Not evaluated, nor differentiated, outside.
+    inside = function(jnp.where(within, nodes, width))
+    return jnp.where(within, inside, values), unseen & ~beyond, bias
+
+
 def _rounding(
     nodes: Real[Array, " n"],
     values: Real[Array, " n"],
     slopes: Real[Array, " n"],
     error: Real[Array, ""],
     moved: Real[Array, " n"],
+    bias: Real[Array, ""],
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
     """By how much rounding changes the sum of `values`, and whether it changes the second
     digit.
     The matrix has errors E of size `error`, of its entries and of the factorisation. To
     first order they change `tr f(A)` by `tr(f'(A) E)`. Where f has a steep part of less
-    than that size, they change values by as much as these have `moved` with the nodes."""
-    change = two_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved)))
+    than that size, they change values by as much as these have `moved` with the nodes.
+    A `bias` does not average out."""
+    change = two_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved))) + bias
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
     change = change + jnp.finfo(nodes.dtype).eps * jnp.sum(jnp.abs(values))
     return change, jnp.isfinite(change) & (change > 0.02 * size)

@@ -26,8 +26,8 @@ class Arnoldi(AbstractKrylovMethod):
 
     No bounds of the quadrature error are known. `stats["bounds"]`, and `"bracket"` for
     the functions that have one, are estimates: around the value, to each side, twice the
-    change by one step less, or by one step more that is extrapolated as if the operator
-    were Hermitian, whichever is larger.
+    change by one step less, or by one step or as many again that are extrapolated as if
+    the operator were Hermitian, whichever is larger.
 
     Cost: `num_steps` products for each probe, `O(n num_steps^2)` operations, and
     `num_steps` vectors of length n.
@@ -105,7 +105,9 @@ class Arnoldi(AbstractKrylovMethod):
             each, slopes = jax.vmap(function.of_matrix)(
                 jnp.stack([matrix, shorter, again])
             )
-            longer, _ = function.of_matrix(_extend(matrix, run))
+            longer, _ = function.of_matrix(_extend(matrix, run, 1))
+            # By one step little may change although many would change much.
+            longest, _ = function.of_matrix(_extend(matrix, run, len(matrix)))
             slope = slopes[0, :, 0]
             moved = matrix @ slope
             size = unit(moved)[1]
@@ -113,6 +115,9 @@ class Arnoldi(AbstractKrylovMethod):
         value, before, again = each[:, 0, 0]
         change = jnp.abs(jnp.stack([before, longer[0, 0]]) - value)
         change = jnp.max(jnp.where(jnp.isnan(change), jnp.inf, change))
+        # Many steps that are invented may leave the domain where the operator does not.
+        far = jnp.abs(longest[0, 0] - value)
+        change = jnp.maximum(change, jnp.where(jnp.isfinite(far), far, 0))
         # Terms may also cancel.
         floor = 8 * float(jnp.finfo(matrix.dtype).eps) * unit(each[0, :, 0])[1]
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
@@ -150,8 +155,12 @@ def _fill(
     return matrix + jnp.diag(jnp.where(missing, inside, 0))
 
 
-def _extend(matrix: Inexact[Array, "s s"], run: Run) -> Inexact[Array, "p p"]:
-    """H of one step more, which repeats the last entry of the diagonal."""
+def _extend(matrix: Inexact[Array, "s s"], run: Run, more: int) -> Inexact[Array, "p p"]:
+    """H with so many steps more, or as many as were made if that is fewer: they repeat
+    the last entry of the diagonal and, on either side of it, the last coupling."""
     s, last, coupling = len(matrix), run.last, run.residual.astype(matrix.dtype)
-    longer = jnp.pad(matrix, ((0, 1), (0, 1))).at[s, s].set(matrix[last, last])
+    links = jnp.where(jnp.arange(more - 1) < last, coupling, 0)
+    again = jnp.diag(links, 1) + jnp.diag(links, -1)
+    again = again + matrix[last, last] * jnp.eye(more, dtype=matrix.dtype)
+    longer = jax.scipy.linalg.block_diag(matrix, again)
     return longer.at[s, last].set(coupling).at[last, s].set(coupling)

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._adaptive import Adaptive
-from .._checks import check_positive, known_number
+from .._checks import check_positive, known_number, real_scalar
 from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator
 from .._kernel.dense import eigh
@@ -81,7 +82,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         ```
     """
 
-    shift: Scalar | float
+    shift: Scalar
     max_rank: int = eqx.field(static=True)
 
     def __init__(self, shift: Scalar | float, max_rank: int = 256):
@@ -93,18 +94,15 @@ class AutoPreconditioner(AbstractPreconditioning):
         **Raises:**
 
         `TypeError` or `ValueError` for a `max_rank` that is not a Python integer of 1 or
-        more, and a `shift` that is not a positive number.
+        more, and a `shift` that is not a positive, finite number.
         """
-        if not eqx.is_array_like(shift) or jnp.shape(shift) or jnp.iscomplexobj(shift):
-            raise TypeError(
-                "`shift` must be a number. Found an object of type "
-                f"{type(shift).__name__}. Pass what is known of the smallest eigenvalue; "
-                "`traceax.nystrom_preconditioner` can do without."
+        self.shift = real_scalar("shift", shift)
+        number = known_number(self.shift)
+        if number is not None and not 0 < number < math.inf:
+            raise ValueError(
+                f"`shift` must be positive and finite. Found {number}. If nothing is "
+                "known of the smallest eigenvalue, use `traceax.nystrom_preconditioner`."
             )
-        number = known_number(shift)
-        if number is not None and not number > 0:
-            raise ValueError(f"`shift` must be positive. Found {number}.")
-        self.shift = shift
         self.max_rank = check_positive("max_rank", max_rank)
 
     def prepare(

@@ -20,8 +20,7 @@ class _Code:
 
     def __init__(self, jaxpr: Jaxpr, function: Callable):
         self.jaxpr = jaxpr
-        self._function = function
-        self._key = _content(jaxpr, _identity(function))
+        self._key = _content(jaxpr, _hashable(function))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Code) and self._key == other._key
@@ -33,18 +32,31 @@ class _Code:
         return str(self.jaxpr)
 
 
-def _identity(x: Any) -> Hashable:
+class _Itself:
+    """Something without a hash, equal to itself alone."""
+
+    def __init__(self, x: Any):
+        self._x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._x is other._x
+
+    def __hash__(self) -> int:
+        return id(self._x)
+
+
+def _hashable(x: Any) -> Hashable:
     try:
         hash(x)
     except TypeError:
-        return id(x)
+        return _Itself(x)
     return x
 
 
 def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
     """The content of a jaxpr, with its variables numbered, to be compared with that of
     others. Derivative rules in it cannot be compared: a jaxpr that has some is equal only
-    to that of the same `function`."""
+    to that of the same `function`, which is kept alive by that alone."""
     numbers: dict[Any, int] = {}
 
     def atom(x):
@@ -59,7 +71,7 @@ def _content(jaxpr: Jaxpr, function: Hashable) -> Hashable:
             return _content(x, function)
         if isinstance(x, tuple | list):
             return tuple(map(parameter, x))
-        return _identity(x)
+        return _hashable(x)
 
     def equation(each):
         parameters = each.params.items()

@@ -180,21 +180,29 @@ class Inverse(AbstractSpectralFunction):
         array must be positive; where it is not, the result is NaN.
     """
 
-    shift: Scalar | float = 0.0
+    shift: Scalar | float
+    _shifted: bool = eqx.field(static=True, init=False, repr=False)
     semidefinite_domain: ClassVar[bool] = True
     bracketed: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = True
 
-    def __check_init__(self):
-        check_scalar("shift", self.shift, real=False)
-        if isinstance(self.shift, int | float) and not self.shift >= 0:
-            raise ValueError(
-                f"`shift` must not be negative. Found {self.shift!r}. Shift the operator."
-            )
+    def __init__(self, shift: Scalar | float = 0.0):
+        """**Arguments:**
 
-    @property
-    def _shifted(self) -> bool:
-        return not isinstance(self.shift, int | float) or self.shift > 0
+        - `shift`: what is added to the eigenvalues. Default is 0.
+
+        **Raises:**
+
+        `TypeError` for a `shift` that is no scalar, `ValueError` for a negative number.
+        """
+        check_scalar("shift", shift, real=False)
+        known = isinstance(shift, int | float)
+        if known and shift < 0:
+            raise ValueError(
+                f"`shift` must not be negative. Found {shift!r}. Shift the operator."
+            )
+        # Also where a transformation makes an array of the number.
+        self.shift, self._shifted = shift, not known or shift > 0
 
     @property
     def singular_at_zero(self) -> bool:  # pyright: ignore
@@ -214,16 +222,6 @@ class Inverse(AbstractSpectralFunction):
     @property
     def derivative_by_solves(self) -> tuple[float, int] | None:
         return None if self._shifted else (-1.0, 2)
-
-
-Inverse.__init__.__doc__ = """**Arguments:**
-
-- `shift`: what is added to the eigenvalues. Default is 0.
-
-**Raises:**
-
-`TypeError` for a `shift` that is no scalar, `ValueError` for a negative number.
-"""
 
 
 class Power(AbstractSpectralFunction):

@@ -35,7 +35,8 @@ def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
 
 
 def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
-    """As an array, so that another number is no other program."""
+    """As an array, so that another number is no other program. Raise for one that is
+    negative or infinite, but leave those on a device there."""
     if shift is None:
         return None
     scalar = real_scalar("shift", shift)
@@ -139,9 +140,10 @@ def nystrom_preconditioner(
 
     **Raises:**
 
-    - `ValueError`: the tag is missing, or `rank` is below 1.
-    - `TypeError`: `rank` is not a Python integer, `operator` not an operator, or `key`
-        not a key.
+    - `ValueError`: the tag is missing, `rank` is below 1, or `shift` is negative or
+        infinite.
+    - `TypeError`: `rank` is not a Python integer, `shift` not a real number, `operator`
+        not an operator, or `key` not a key.
     - An `equinox` run-time error with `throw=True`: a product was not finite.
 
     ??? cite
@@ -226,8 +228,10 @@ def pivoted_cholesky_preconditioner(
     **Raises:**
 
     - `ValueError`: `diagonal` is missing and the operator does not know its own, or has
-        another shape; the tag is missing; `rank` is below 1.
-    - `TypeError`: `rank` is not a Python integer, or `operator` not an operator.
+        another shape; the tag is missing; `rank` is below 1; `shift` is negative or
+        infinite.
+    - `TypeError`: `rank` is not a Python integer, `shift` not a real number, or
+        `operator` not an operator.
     - An `equinox` run-time error with `throw=True`: a product was not finite.
 
     ??? cite

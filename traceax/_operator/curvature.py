@@ -122,7 +122,9 @@ def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]
     leaves = jax.tree.leaves(batches)
     shapes = [jnp.shape(leaf) if eqx.is_array_like(leaf) else None for leaf in leaves]
     counts = {shape[0] if shape else 0 for shape in shapes}
-    listed = isinstance(batches, list) and not all(map(eqx.is_array_like, batches))
+    parts = batches if isinstance(batches, list) else []
+    kinds = {(jax.tree.structure(b), *map(np.shape, jax.tree.leaves(b))) for b in parts}
+    listed = len(parts) > len(kinds) == 1
     if listed or len(counts) != 1 or 0 in counts:
         found = [
             type(leaf).__name__ if shape is None else shape
@@ -131,7 +133,7 @@ def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]
         raise ValueError(
             "`batches` must be an array, or a PyTree of arrays, with one leading axis of "
             f"the same length: the number of batches. Found leaves of shapes {found}"
-            f"{', in a list of batches' if listed else ''}. "
+            f"{', in a list of batches (or make it a tuple)' if listed else ''}. "
             "Stack batches of one size, as by `jax.tree.map(lambda *xs: jnp.stack(xs), "
             "*list_of_batches)`; fill up the last one, with weights of zero that are a "
             "part of the batch, or leave it out."
@@ -208,7 +210,7 @@ def hessian(
 
     - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
         floating ones.
-    - `ValueError` if `batches` is a list of batches, or has no arrays or leading axes of
+    - `ValueError` if `batches` is a list of alike elements, or has no arrays or axes of
         several lengths; or `at_once` does not divide that length, or is without batches.
     """
     if batches is not None or at_once != 1:

@@ -1,5 +1,5 @@
 import functools as ft
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -176,7 +176,7 @@ def _root(unit: Real[Array, "..."], square: Real[Array, "..."]) -> Real[Array, "
 def _checked_shape(shape: Any) -> tuple[int, int] | None:
     if shape is None:
         return None
-    sizes = [plain_integer(each) for each in shape] if isinstance(shape, Iterable) else []
+    sizes = list(map(plain_integer, shape)) if isinstance(shape, Sequence) else []
     if [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
         raise ValueError(
             "`shape` must be the shape of the matrix, two positive integers. Found "
