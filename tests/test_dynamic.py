@@ -157,6 +157,43 @@ def test_operator_that_stays():
     assert np.all(gamma < 1)
 
 
+@pytest.mark.parametrize("num_probes", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("swing", [0.0, 1e-3])
+def test_updates_below_the_last_digit_add_up(num_probes, dtype, swing):
+    """In single precision, from an exact start, a trace of 2e7 that grows by a quarter of
+    a unit in the last place in each update; without compensation it stayed where it was.
+    Where all entries swing, the old operator is not quite kept whole."""
+    unit = 1 if dtype == np.float32 else 1 + 1j
+    entries = jnp.asarray(unit * np.linspace(1.5e5, 2.5e5, 100), dtype)
+
+    def diagonal(t):
+        return entries.at[0].add(unit * t) * (1 + swing * jnp.sin(t))
+
+    def operator(t):
+        factors = diagonal(t)
+        structure = jax.ShapeDtypeStruct((100,), dtype)
+        return lx.FunctionLinearOperator(lambda v: factors * v, structure)
+
+    times = jnp.arange(401, dtype=np.float32) / 2
+    dynamic = tx.DynamicTrace(operator, num_probes=num_probes)
+    value, std_err, _ = follow(dynamic, times, jr.split(jr.key(17), 4), 100)
+    assert value.dtype == dtype
+    exact = np.sum(np.asarray(diagonal(times[-1]), np.complex128))
+    spacing = np.spacing(np.float32(abs(exact)))
+    assert np.all(np.abs(np.asarray(value[:, -1]) - exact) <= 4 * spacing)
+    assert np.all(std_err[:, -1] >= spacing)
+
+
+def test_bar_is_no_less_than_rounding():
+    """As in other calls, and it does not grow with the number of updates."""
+    parameters = np.broadcast_to(BASE.astype(np.float32), (201, N, N))
+    value, std_err, _ = many(parameters, k=N, num_keys=4)
+    floor = (2 + N**0.5) * np.finfo(np.float32).eps * np.abs(value)
+    assert np.all(std_err >= 0.999 * floor)
+    assert np.all(std_err[:, -1] <= 1.1 * std_err[:, 0])
+
+
 # --- structures, transformations ---
 
 

@@ -42,8 +42,11 @@ class DynamicState(eqx.Module):
 
     - `parameters`: of the operator.
     - `value`, `std_err`: its trace, and the standard error of that, of shape `()`.
-    - `scarcity`: one over the number of probes that `std_err` is known from, of shape
-        `()`; 0 before the first update.
+    - `remainder`: what the rounding of `value` has left out, of shape `()`: updates may
+        be smaller than its last digit, and add up.
+    - `scarcity`: what `std_err` has been widened for, of shape `()`: one over the number
+        of probes of the updates that it is known from. 0 before the first update, when
+        it is that of another estimate.
     - `count`: how many updates there were, an integer of shape `()`.
     - `key`: the data of the one from which the probes of all further ones are drawn, so
         that states can be saved; `impl` names its generator.
@@ -52,6 +55,7 @@ class DynamicState(eqx.Module):
     parameters: PyTree
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
+    remainder: Inexact[Array, ""]
     scarcity: Real[Array, ""]
     count: Int[Array, ""]
     key: UInt32[Array, " d"]
@@ -160,6 +164,7 @@ class DynamicTrace(eqx.Module):
             parameters=parameters,
             value=solution.value,
             std_err=solution.std_err,
+            remainder=jax.device_put(np.zeros((), solution.value.dtype)),
             scarcity=jax.device_put(np.zeros((), solution.std_err.dtype)),
             count=jax.device_put(np.zeros((), np.int32)),
             key=jr.key_data(rest),
@@ -183,8 +188,8 @@ class DynamicTrace(eqx.Module):
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
-        the value. `stats` has `"num_matvecs"`, and `"gamma"`: 0 where the last estimate
-        is kept whole, and 1 where it is discarded.
+        the value, and no less than its rounding error. `stats` has `"num_matvecs"`, and
+        `"gamma"`: 0 where the last estimate is kept whole, and 1 where it is discarded.
 
         **Raises:**
 
@@ -231,7 +236,11 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     known = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
     keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
     kept = jnp.mean(keep)
-    change = after - keep * before
+    # All is kept but for a little, or little is. Rounding is relative to that little: if
+    # relative to the whole, it would be the same in each update, and add up.
+    most = jnp.round(kept)
+    little = keep - most
+    change = (after - most * before) - little * before
     # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
     sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
     scarcity = jnp.where(known, state.scarcity, 0)
@@ -241,14 +250,20 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     share = (carried / jnp.where(std_err > 0, std_err, 1)) ** 2
     scarcity = share**2 * scarcity + (1 - share) ** 2 / m
     std_err = std_err * _widening(scarcity)
-    value = scale * jnp.sum(probes.conj() * change) / m
-    value = kept * jnp.where(known, state.value, 0) + value
-    value, std_err, scarcity = jax.lax.stop_gradient((value, std_err, scarcity))
+    last = jnp.where(known, state.value, 0)
+    remainder = jnp.where(known, state.remainder, 0)
+    moved = scale * jnp.sum(probes.conj() * change) / m + jnp.mean(little) * last
+    value, remainder = _two_sum(most * last, moved + kept * remainder)
+    std_err = jnp.maximum(std_err, new.rounding * jnp.abs(value))
+    value, remainder, std_err, scarcity = jax.lax.stop_gradient(
+        (value, remainder, std_err, scarcity)
+    )
     state = dataclasses.replace(
         state,
         parameters=parameters,
         value=value,
         std_err=std_err,
+        remainder=remainder,
         scarcity=scarcity,
         count=state.count + 1,
     )
@@ -260,6 +275,13 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
 def _apply(execution: AbstractExecution, operator: FlatOperator, probes: Array) -> Array:
     with full_precision(lambda x: execution.matmat(operator, x)) as matmat:
         return matmat(probes)
+
+
+def _two_sum(a: Inexact[Array, ""], b: Inexact[Array, ""]) -> tuple[Array, Array]:
+    """The sum as it is rounded, and what was lost by that (Knuth)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
 
 
 def _widening(scarcity: Real[Array, ""]) -> Real[Array, ""]:

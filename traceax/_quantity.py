@@ -214,6 +214,17 @@ class SchattenNorm(AbstractQuantity):
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err, self.power)
 
+    def downward(self, value: Array, std_err: Array) -> Array:
+        """The error of `value` whose root, by `present`, is what one standard error takes
+        from the norm. Below 1 the root is convex: it is much less than the same adds."""
+        if self.power >= 1:
+            return std_err
+        positive = ~(value <= 0)
+        share = jnp.minimum(std_err / jnp.where(positive, value, 1), 1)
+        taken = -jnp.expm1(jnp.log1p(-share) / self.power)
+        error = value / 2 * jnp.expm1(self.power * jnp.log1p(2 * taken))
+        return jnp.where(positive, jnp.minimum(error, std_err), 0)
+
 
 class Shifted(AbstractQuantity):
     """A quantity plus an `offset` that is known exactly."""
@@ -247,15 +258,21 @@ def _noticed(square: Array, nonzero: Array) -> Array:
 
 
 def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root of a power and its error, which is that of the power times the derivative
-    of the root, and for powers of 1 or more at most the root of the error. The root is
-    infinite where underflow has left no correct digit."""
+    """The root of a power and its error: for powers of 1 or more that of the power times
+    the derivative of the root, and at most the root of the error. For smaller ones it is
+    half of what two standard errors of the power add, as the root is convex then: where
+    the samples happen to be small, its derivative at their mean is by far too small. The
+    root is infinite where underflow has left no correct digit."""
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
     positive = ~(value <= 0)
     safe = jnp.where(positive, value, 1)
     root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
-    most, slope = std_err ** (1 / power), std_err / safe * root / power
-    std_err = jnp.where(positive & ((slope < most) | (power < 1)), slope, most)
+    if power < 1:
+        end = (jnp.where(positive, value, 0) + 2 * std_err) ** (1 / power)
+        std_err = (end - jnp.where(positive, root, 0)) / 2
+    else:
+        most, slope = std_err ** (1 / power), std_err / safe * root / power
+        std_err = jnp.where(positive & (slope < most), slope, most)
     return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

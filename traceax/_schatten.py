@@ -21,7 +21,7 @@ from ._matfun.gradients import LanczosGradient
 from ._matfun.singular_functions import SingularPower
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
-from ._quantity import AbstractQuantity, SchattenNorm
+from ._quantity import SchattenNorm
 from ._solution import Estimate, Solution
 from ._solve import solve
 
@@ -33,7 +33,7 @@ class _Schatten(AbstractFunctionTask):
     estimator: AbstractFunctionEstimator
     function: SingularPower
     num_steps: int | AdaptiveSteps
-    quantity: AbstractQuantity = eqx.field(kw_only=True)
+    quantity: SchattenNorm = eqx.field(kw_only=True)
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
@@ -63,15 +63,18 @@ class _Schatten(AbstractFunctionTask):
         return self._checked(flat, estimate)
 
     def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
-        """The estimate, infinite where it underflowed, and with a derivative of NaN where
-        the norm has none."""
+        """The estimate, infinite where it underflowed, with a derivative of NaN where the
+        norm has none, and with an error of the lower bound that is one downward."""
         smallest, largest = estimate.extra["ritz_values"]
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
         if self.function.exponent < 1:
             roundoff = flat.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
-        return dataclasses.replace(estimate, value=value)
+        bounds = estimate.bounds
+        if bounds is not None:
+            bounds = bounds.at[0, 1].set(self.quantity.downward(*bounds[0]))
+        return dataclasses.replace(estimate, value=value, bounds=bounds)
 
 
 @jax.custom_jvp
@@ -144,8 +147,10 @@ def schatten_norm(
     A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
     products with the operator and as many with its transpose, and with
     [`traceax.AdaptiveSteps`][] one run more. Memory: `2 num_steps` vectors for each
-    probe of a block. `std_err` is the sampling error. `stats` has `"samples"` of the
-    sum of powers; where `p < 4` and not 2, `"bracket"` and `"sample_brackets"` of the
+    probe of a block. `std_err` is the sampling error; for `p < 1`, where the norm is a
+    high power of the sum of powers, half of what two standard errors of that sum add to
+    it. Its interval is then wider above the value than below. `stats` has `"samples"` of
+    the sum of powers; where `p < 4` and not 2, `"bracket"` and `"sample_brackets"` of the
     same sum, which bound the quadrature error; and `"ritz_values"`, the smallest and
     the largest singular value seen.
 
