@@ -344,6 +344,70 @@ def test_tolerance_is_of_the_whole_diagonal(estimator, k):
     assert np.linalg.norm(found.value - exact) < 0.03 * np.linalg.norm(exact)
 
 
+def with_some_alone(size, few):
+    """A tridiagonal operator with eigenvalues from 0.2 to 3.8, and a `few` entries of a
+    diagonal before it."""
+
+    def mv(v):
+        rest = v[len(few) :]
+        beside = jnp.pad(rest[1:], (0, 1)) + jnp.pad(rest[:-1], (1, 0))
+        return jnp.append(jnp.asarray(few) * v[: len(few)], 2 * rest + 0.9 * beside)
+
+    structure = jax.ShapeDtypeStruct((size,), float)
+    return lx.FunctionLinearOperator(mv, structure, PSD)
+
+
+@pytest.mark.parametrize(
+    ("size", "few", "num_steps"),
+    [(300, [0.04, 0.06, 0.1], 10), (30000, [0.1], tx.AdaptiveSteps())],
+)
+def test_entries_far_less_accurate_than_others(size, few, num_steps):
+    """They are in their intervals, although they are too few to show in a mean over all
+    entries; at ten steps the smallest one has half of its value. More steps are made for
+    them if the data choose."""
+    operator = with_some_alone(size, few)
+    settings = {"k": 20, "num_steps": num_steps, "throw": False}
+
+    @jax.jit
+    def intervals(keys):
+        def one(key):
+            found = tx.diagonal_of_function(
+                operator, tx.Inverse(), HUTCHINSON, key=key, **settings
+            )
+            low, high = found.interval()
+            return found.value[: len(few)], low[: len(few)], high[: len(few)]
+
+        return jax.lax.map(one, keys)
+
+    values, low, high = map(np.asarray, intervals(KEYS[:2]))
+    exact = 1 / np.asarray(few)
+    assert np.all((low <= exact) & (exact <= high))
+    if isinstance(num_steps, tx.AdaptiveSteps):
+        assert np.all(np.abs(values - exact) < 0.01)
+
+
+def test_tolerance_of_the_largest_entry():
+    """One that has not converged is told, by a norm that sees it."""
+    largest = lambda tree: jax.tree.reduce(  # noqa: E731
+        jnp.maximum, jax.tree.map(lambda x: jnp.max(jnp.abs(x)), tree)
+    )
+    adaptive = tx.Adaptive(atol=1.0, max_k=40, round_size=20, norm=largest)
+    settings = {"key": KEY, "throw": False, "k": adaptive}
+
+    @eqx.filter_jit
+    def result(steps):
+        return tx.diagonal_of_function(
+            with_some_alone(3000, [0.1]),
+            tx.Inverse(),
+            HUTCHINSON,
+            num_steps=tx.AdaptiveSteps(steps),
+            **settings,
+        ).result
+
+    assert result(8) == tx.RESULTS.max_steps_reached
+    assert result(40) == tx.RESULTS.successful
+
+
 def test_products_are_counted():
     calls, matrix = [], kernel()
 
