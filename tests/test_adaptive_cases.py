@@ -271,7 +271,7 @@ def test_missing_tag():
     ("settings", "match"),
     [
         ({"rtol": -0.1}, "`rtol` must not be negative"),
-        ({"rtol": math.nan}, "`rtol` must not be negative"),
+        ({"rtol": math.nan}, "`rtol` must be a number"),
         ({"atol": -1}, "`atol` must not be negative"),
         ({"atol": np.float32(-1)}, "`atol` must not be negative"),
         ({"rtol": jax.numpy.asarray(-0.1)}, "`rtol` must not be negative"),

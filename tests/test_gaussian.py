@@ -228,6 +228,32 @@ def test_warm_starts_and_preconditioners_save_steps():
     assert np.allclose(form, RESIDUAL @ np.linalg.solve(near, RESIDUAL), rtol=1e-12)
 
 
+def test_rounding_of_the_quadratic_form():
+    """In float32, of a condition of 1e5, where the log-determinant is ten times more
+    accurate, and over 100 keys. By chance the error that is left of the solve may be
+    orthogonal to the solution."""
+    eigenvalues = np.append(np.logspace(3, 0, 20), np.linspace(0.01, 0.02, 80))
+    matrix = hermitian(0, eigenvalues).astype(np.float32)
+    residual = np.random.default_rng(5).standard_normal(100).astype(np.float32)
+    residual *= np.float32(np.mean(eigenvalues) ** 0.5)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+
+    @jax.jit
+    def intervals(keys):
+        def one(key):
+            preconditioner = tx.nystrom_preconditioner(operator, 25, key=key, shift=0.01)
+            settings = {"preconditioner": preconditioner, "throw": False}
+            return tx.gaussian_log_prob(
+                operator, residual, k=10, num_steps=10, key=key, **settings
+            ).interval()
+
+        return jax.lax.map(one, keys, batch_size=20)
+
+    low, high = intervals(jr.split(KEY, 100))
+    exact, *_ = exact_of(matrix.astype(float), residual.astype(float))
+    assert np.mean((low <= exact) & (exact <= high)) >= 0.95
+
+
 def test_preconditioner_chosen_by_the_data():
     """It is made once, for the determinant and the solve, and its products count."""
     made = []

@@ -169,9 +169,11 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         return -(quadratic + log_det + constant) / 2
 
     # In exact arithmetic the residual of conjugate gradients is orthogonal to the
-    # solution.
+    # solution. Of rounding errors it may be by chance: the root of the sum of squares is
+    # what their product is in the root mean square over signs.
     rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
-    rounding = jnp.hypot(rounding, _dot(found, left_over))
+    along = jnp.maximum(jnp.abs(_dot(found, left_over)), two_norm(found * left_over))
+    rounding = jnp.hypot(rounding, along)
     size, left = two_norm(frozen), two_norm(left_over)
     steps = jnp.asarray(counted.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
