@@ -99,7 +99,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         more, and a `shift` that is not a positive, finite number.
         """
         self.shift = real_scalar("shift", shift)
-        number = known_number(self.shift)
+        number = known_number(shift)
         if number is not None and not 0 < number < math.inf:
             raise ValueError(
                 f"`shift` must be positive and finite. Found {number}. If nothing is "
