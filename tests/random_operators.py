@@ -317,8 +317,16 @@ def schatten(p):
     return lambda matrix: np.sum(np.linalg.svd(matrix)[1] ** p) ** (1 / p)
 
 
-def spectral(function):
-    return lambda matrix: np.sum(function(np.linalg.eigvalsh(matrix)))
+class Spectral(NamedTuple):
+    """The trace of a function of a Hermitian matrix."""
+
+    function: Callable[[np.ndarray], np.ndarray]
+
+    def __call__(self, matrix):
+        return np.sum(self.terms(matrix))
+
+    def terms(self, matrix):
+        return self.function(np.linalg.eigvalsh(matrix))
 
 
 HERMITIAN = {
@@ -387,35 +395,35 @@ QUANTITIES = {
         krylov=True,
     ),
     "inverse": Quantity(
-        by(tx.trace_of_function, tx.Inverse()), spectral(lambda x: 1 / x), **DEFINITE
+        by(tx.trace_of_function, tx.Inverse()), Spectral(lambda x: 1 / x), **DEFINITE
     ),
     "shifted-inverse": Quantity(
         by(tx.trace_of_function, tx.Inverse(0.1)),
-        spectral(lambda x: 1 / (x + 0.1)),
+        Spectral(lambda x: 1 / (x + 0.1)),
         **DEFINITE,
     ),
     "root": Quantity(
         by(tx.trace_of_function, tx.Power(0.5)),
-        spectral(lambda x: np.sqrt(np.maximum(x, 0))),
+        Spectral(lambda x: np.sqrt(np.maximum(x, 0))),
         **DEFINITE,
     ),
     "entropy": Quantity(
         by(tx.trace_of_function, tx.Entropy()),
-        spectral(lambda x: -x * np.log(np.maximum(x, 1e-300))),
+        Spectral(lambda x: -x * np.log(np.maximum(x, 1e-300))),
         **DEFINITE,
     ),
     "cube": Quantity(
-        by(tx.trace_of_function, tx.Power(3)), spectral(lambda x: x**3), **HERMITIAN
+        by(tx.trace_of_function, tx.Power(3)), Spectral(lambda x: x**3), **HERMITIAN
     ),
     "exp": Quantity(
         by(tx.trace_of_function, tx.Exp(-1.0)),
-        spectral(lambda x: np.exp(-x)),
+        Spectral(lambda x: np.exp(-x)),
         **HERMITIAN,
     ),
-    "tanh": Quantity(by(tx.trace_of_function, jnp.tanh), spectral(np.tanh), **HERMITIAN),
+    "tanh": Quantity(by(tx.trace_of_function, jnp.tanh), Spectral(np.tanh), **HERMITIAN),
     "exp-krylov-aware": Quantity(
         by(tx.trace_of_function, tx.Exp(-1.0), tx.KrylovAwareEstimator()),
-        spectral(lambda x: np.exp(-x)),
+        Spectral(lambda x: np.exp(-x)),
         samples=10,
         **HERMITIAN,
     ),

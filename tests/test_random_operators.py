@@ -38,6 +38,7 @@ from .random_operators import (
     SHORT,
     solve,
     solve_all,
+    Spectral,
     trees,
     vectors,
 )
@@ -94,15 +95,22 @@ def working(call):
     return jnp.promote_types(call.dtype, jnp.float32)
 
 
-def floor_of(call, matrix, size):
-    """Eight times the rounding floor of bars, as documented: that of a difference counts
-    both of its terms."""
-    relative = 2 * eps_of(call.dtype) + eps_of(working(call)) * call.n**0.5
+def size_of(call, matrix, value):
+    """Of the terms whose sum a value is: they may cancel, as those of an odd function."""
+    size, exact = np.abs(value), QUANTITIES[call.quantity].exact
     if call.quantity == "log-difference":
-        size = size + np.abs(logdet(matrix)) + np.abs(logdet(enlarged(matrix)))
+        return size + np.abs(logdet(matrix)) + np.abs(logdet(enlarged(matrix)))
     if call.quantity in LINEAR:
-        size = np.maximum(size, np.linalg.norm(matrix))
-    return 8 * relative * size
+        return np.maximum(size, np.linalg.norm(matrix))
+    if isinstance(exact, Spectral):
+        with np.errstate(all="ignore"):
+            return np.maximum(size, np.sum(np.abs(exact.terms(matrix))))
+    return size
+
+
+def floor_of(call, size):
+    """Eight times the rounding floor of bars, as documented."""
+    return 8 * (2 * eps_of(call.dtype) + eps_of(working(call)) * call.n**0.5) * size
 
 
 # --- values ---
@@ -137,7 +145,8 @@ def check_estimate(call, matrix, found):
     if exactly:
         scaled = np.ravel(quantity.exact((1 + 1e-4) * matrix))
         steep = 1e4 * np.abs(scaled - exact)
-        more = more + floor_of(call, matrix, np.maximum(np.abs(exact), steep))
+        size = size_of(call, matrix, np.maximum(np.abs(exact), steep))
+        more = more + floor_of(call, size)
     if found.samples >= quantity.samples or exactly:
         compared.append(call)
         between(found, exact, more)
@@ -203,10 +212,11 @@ def check_same(call, matrices, found, others):
         if not np.all(np.isfinite(change)):
             continue
         compared.append(call)
-        rounding = underflow(call) + change + floor_of(call, matrix, np.abs(one.value))
+        size = size_of(call, matrix, one.value)
+        rounding = underflow(call) + change + floor_of(call, size)
         bar, another = finite(one.std_err), finite(other.std_err)
         # Half of the digits: so small are the bars where rounding decides about ranks.
-        small = bar < eps_of(working(call)) ** 0.5 * np.abs(one.value)
+        small = bar < eps_of(working(call)) ** 0.5 * size
         close(one.value, other.value, rounding + np.where(small, 1e-2, 1e-3) * bar)
         part = np.where(small, 0.75 * np.maximum(bar, another), 0.1 * bar)
         close(bar, another, rounding + part)

@@ -53,7 +53,7 @@ class AdaptiveSteps(eqx.Module):
         If the bracket is still too wide for the tolerance of an adaptive budget after so
         many, the call ends as `RESULTS.max_steps_reached`.
     - `share`: the fraction of the target that the quadrature error may be, a real
-        number.
+        number. Derivatives need more steps than the value: choose it smaller for them.
     """
 
     max_steps: int = eqx.field(static=True, default=64)
