@@ -189,6 +189,30 @@ def test_ill_conditioned_in_float32():
         assert not (flagged and smallest == 1e-3)
 
 
+STEEP = {
+    "inverse": (tx.Inverse(1e-11), lambda x: 1 / (x + 1e-11)),
+    "root": (tx.Power(0.5), np.sqrt),
+    "entropy": (tx.Entropy(), lambda x: -x * np.log(np.maximum(x, 1e-300))),
+}
+
+
+@pytest.mark.parametrize("k", [12, N])
+@pytest.mark.parametrize("name", STEEP)
+def test_functions_that_are_steep_at_zero(name, k):
+    """The interval of all entries, or that of an exact answer, counts eigenvalues that
+    the run has not resolved, and those that float32 hides, or the call is flagged."""
+    function, on_nodes = STEEP[name]
+    turned = np.linalg.eigh(hermitian(0, SPECTRUM))[1]
+    for eigenvalues in (0.9 ** np.arange(N), 0.5 ** np.arange(N), np.eye(N)[0] + 1e-9):
+        for vectors in (np.eye(N), turned):
+            matrix = ((vectors * eigenvalues) @ vectors.T).astype(np.float32)
+            exact = vectors**2 @ on_nodes(eigenvalues)
+            _, ends, _, successful = over_keys(matrix, function, KEYS[:10], k=k)
+            low, high = np.asarray(ends)
+            inside = np.mean((low <= exact) & (exact <= high), axis=1)
+            assert np.mean(np.where(successful, inside, 1)) > 0.93
+
+
 @jax.jit
 def slopes(matrix, along, weights, keys):
     def value(t, k, key):

@@ -205,6 +205,8 @@ class Estimate(eqx.Module):
         exact answers.
     - `magnitude`: what they are relative to, if it is larger than `value`: of its shape,
         or of shape `()`.
+    - `unresolved`: about how far else rounding may have moved `value`, of its shape;
+        `bounds` count it already.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
@@ -223,6 +225,7 @@ class Estimate(eqx.Module):
     num_matvecs: Int[Array, ""] | int
     rounding: float = eqx.field(static=True)
     magnitude: Real[Array, "*q"] | Real[Array, ""] | float = 0.0
+    unresolved: Real[Array, "*q"] | float = 0.0
     result: Any = None
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None

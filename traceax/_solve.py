@@ -256,7 +256,7 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
     arrays, settings = _identities(estimator), _settings(estimator)
     state = RunState(estimate.state, data, arrays, settings, k.max_k)
     solution = _package(dataclasses.replace(estimate, state=state), quantity)
-    pair = estimate.value, _floor(estimate)
+    pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
     _, floor = quantity.present(*jax.lax.stop_gradient(pair))
     if k.exact_cost is not None:
 
@@ -282,7 +282,7 @@ def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
 
 
 def _floor(estimate: Estimate) -> Real[Array, "*q"]:
-    """The standard error that is due to rounding."""
+    """The standard error that is due to rounding, but for what is unresolved."""
     size = jnp.maximum(jnp.abs(estimate.value), estimate.magnitude)
     return estimate.rounding * size
 
@@ -294,8 +294,9 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     others = estimate.std_err, estimate.samples, estimate.extra, estimate.bounds
     std_err, samples, extra, bounds = jax.lax.stop_gradient(others)
     if estimate.rounding > 0:
-        floor = jax.lax.stop_gradient(_floor(estimate))
-        std_err = jnp.hypot(std_err, floor)
+        errors = _floor(estimate), estimate.unresolved
+        floor, unresolved = jax.lax.stop_gradient(errors)
+        std_err = jnp.hypot(std_err, jnp.hypot(floor, unresolved))
         if bounds is not None:
             bounds = jnp.stack([bounds[:, 0], jnp.hypot(bounds[:, 1], floor)], axis=1)
     value, std_err = quantity.present(value, std_err)

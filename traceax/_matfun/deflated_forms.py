@@ -92,6 +92,7 @@ class DeflatedForms(eqx.Module):
             bracket=self.bracket + one.bracket,
             magnitude=deflation.magnitude + one.magnitude,
             extremes=jnp.where(whole, self.ends, one.extremes),
+            unresolved=deflation.unresolved + one.unresolved,
             spread=one.deviation * variance**0.5,
         )
 

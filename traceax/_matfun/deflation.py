@@ -1,22 +1,19 @@
 """The trace of a function on a block Krylov space, which is deflated."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._kernel.dense import eigh
+from .._kernel.dense import eigh, two_norm
 from .._kernel.lanczos import BlockLanczos
 from .._kernel.quadrature import Compression
-from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
     bracket_of,
-    integral,
     magnitude_of,
     slopes_at,
+    unresolved_of,
     used_nodes,
     values_at,
 )
@@ -34,7 +31,8 @@ class Deflation(eqx.Module):
     """f(A) on a block Krylov space, of which the columns that are `present` in `basis`
     are deflated; all others are zero.
 
-    - `value`: the trace over them, its `magnitude`, and how far `rounding` moves it.
+    - `value`: the trace over them, its `magnitude`, how far `rounding` moves it, and what
+        is `unresolved`, as in `QuadraticForm`.
     - `values`: of f, at the nodes.
     - `whole`: the basis of the whole space.
     """
@@ -44,6 +42,7 @@ class Deflation(eqx.Module):
     value: Real[Array, ""]
     magnitude: Real[Array, ""]
     rounding: Real[Array, ""]
+    unresolved: Real[Array, ""] | float
     basis: Inexact[Array, "n w"]
     present: Bool[Array, " w"]
     whole: Inexact[Array, "n p"]
@@ -71,10 +70,14 @@ class Deflation(eqx.Module):
         values, slopes = values_at(function, used, eps), slopes_at(function, used, eps)
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
-        moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
-        rounding = jnp.abs(integral(moved, eigh(run.again), present) - value)
+        again, others = eigh(run.again)
+        again = values_at(function, again + run.neglected, eps)
+        changes = _diagonal(again, others, present) - _diagonal(values, vectors, present)
+        # The sum may be small by chance.
+        rounding = jnp.maximum(jnp.abs(jnp.sum(changes)), two_norm(changes))
+        unresolved = unresolved_of(function, weights, used, values, eps)
         compression = Compression(run.matrix, border, nodes, vectors)
-        sizes = size, rounding
+        sizes = size, rounding, unresolved
         return cls(compression, values, value, *sizes, deflated, present, run.basis)
 
     def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
@@ -90,10 +93,6 @@ class Deflation(eqx.Module):
         self, function: AbstractSpectralFunction, lower: Real[Array, ""]
     ) -> Real[Array, "2"]:
         return bracket_of(function, self.value, self.compression, self.present, lower)
-
-    def check_precision(self, magnitude: Real[Array, ""]) -> Any:
-        """Whether rounding changes the second digit; what is less is in the bar."""
-        return failure(self.rounding > 0.02 * magnitude, RESULTS.precision_lost)
 
     def left(
         self, function: AbstractSpectralFunction, eps: float
@@ -115,3 +114,12 @@ class Deflation(eqx.Module):
         norm = 2 * jnp.sum(jnp.abs(weighted) ** 2) - jnp.sum(jnp.abs(inside) ** 2)
         larger = jnp.abs(value) > n * jnp.abs(mean)
         return Seen(norm, jnp.where(larger, value, n * mean))
+
+
+def _diagonal(
+    values: Real[Array, " p"], vectors: Inexact[Array, "p p"], present: Bool[Array, " w"]
+) -> Real[Array, " w"]:
+    """The diagonal of a matrix with these eigenvalues and eigenvectors, in the rows that
+    are `present`. Values without weight may be infinite."""
+    squares = jnp.abs(vectors[: len(present)] * present[:, None]) ** 2
+    return jnp.sum(jnp.where(squares > 0, squares * values, 0), axis=1)

@@ -91,24 +91,29 @@ class Action(eqx.Module):
         change by another quadrature rule, as in `bracket_of`; the change by rounding in
         the coefficients of the run; and to first order that by a shift of all eigenvalues
         by the machine epsilon times the largest."""
-        eps, edge = self.operator.eps, run.beta[-1]
+        eps, edge, f = self.operator.eps, run.beta[-1], self.function
 
-        def first(matrix):
+        def first(matrix, end=jnp.inf):
             found, basis = eigh(matrix)
-            values = values_at(self.function, found, eps)
+            # A node that is known is to be exact, where the function is steep.
+            values = values_at(f, found.at[0].min(end), eps)
             return apply_to_first(found, basis, values)[: len(nodes)]
 
         border = jnp.where(jnp.arange(len(nodes)) == run.last, edge, 0)
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, border[None], nodes, vectors)
         below = jnp.where(nodes[0] > 0, nodes[0] / 2, nodes[0] - edge)
+        if f.semidefinite_domain and not f.singular_at_zero:
+            below = jnp.zeros_like(edge)
         above = nodes[-1] + edge
         rules = [radau(compression, below), -radau(-compression, -above)]
-        others = jax.lax.map(first, jnp.stack([*rules, shorter(compression)]))
+        rules = jnp.stack([*rules, shorter(compression)])
+        ends = jnp.array([1, jnp.inf, jnp.inf], edge.dtype).at[0].set(below)
+        others = jax.lax.map(lambda rule: first(*rule), (rules, ends))
         again = first(tridiagonal(run.alpha, jnp.append(run.projected, 0)))
-        reference = apply_to_first(nodes, vectors, values_at(self.function, nodes, eps))
+        reference = apply_to_first(nodes, vectors, values_at(f, nodes, eps))
         truncated = jnp.where(edge > 0, 2 * (others - reference), 0)
-        slopes = slopes_at(self.function, nodes, eps)
+        slopes = slopes_at(f, nodes, eps)
         moved = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
         rounded = jnp.stack([again - reference, moved])
         changes = jnp.concatenate([truncated, rounded])

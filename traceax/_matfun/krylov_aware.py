@@ -192,11 +192,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             live=mean,
             extremes=extremes,
             common=deflation.rounding,
-            lost=deflation.check_precision,
         )
         return dataclasses.replace(
             estimate,
-            std_err=jnp.hypot(estimate.std_err, deflation.rounding),
             num_matvecs=estimate.num_matvecs + products,
             state=steps.state(deflated.state(streamed.loop.state)),
             probes=probes,

@@ -21,6 +21,7 @@ from .quadratic_form import (
     magnitude_of,
     QuadraticForm,
     slopes_at,
+    unresolved_of,
     used_nodes,
     values_at,
 )
@@ -153,6 +154,7 @@ class Lanczos(AbstractKrylovMethod):
             magnitude=square * magnitude_of(weights, nodes, values, slopes),
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
+            unresolved=square * unresolved_of(function, weights, used, values, eps),
         )
 
 

@@ -15,7 +15,7 @@ from .._solution import Estimate, failure, first_failure, RESULTS
 from .all_eigenvalues import bounds_around
 from .function_of import first_order_only
 from .functions import AbstractSpectralFunction
-from .quadratic_form import check_domain, slopes_at, values_at
+from .quadratic_form import check_domain, moved_by, slopes_at, values_at
 
 
 def exact_diagonal_of_function(
@@ -35,11 +35,16 @@ def exact_diagonal_of_function(
     slopes = slopes_at(function, nodes, operator.eps)
     ends = nodes[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, ends, jnp.sum(values))
-    # To first order an E changes the diagonal of f(A) by about that of f'(A) E.
+    # To first order an E changes the diagonal of f(A) by about that of f'(A) E, and where
+    # f has a steep part of less than the size of E, by what that moves its values.
     eps = jnp.finfo(nodes.dtype).eps
-    squares, (relative, steepest) = jnp.abs(vectors) ** 2, normalise(slopes)
-    moved = eps * jnp.max(jnp.abs(nodes)) * jnp.sqrt(_mean(squares, relative**2))
-    change = steepest * moved + eps * _mean(squares, jnp.abs(values))
+    error = eps * jnp.max(jnp.abs(nodes))
+    moved = jnp.abs(jnp.stack(moved_by(error, function, nodes, values, operator.eps)))
+    moved = jnp.max(jnp.where(jnp.isfinite(moved), moved, 0), axis=0)
+    squares = jnp.abs(vectors) ** 2
+    relative, largest = normalise(jnp.maximum(error * jnp.abs(slopes), moved))
+    change = largest * jnp.sqrt(_mean(squares, relative**2))
+    change = change + eps * _mean(squares, jnp.abs(values))
     size = _mean(squares, jnp.abs(values) + jnp.abs(nodes * slopes))
     lost = two_norm(change) > 0.02 * two_norm(size)
     zero, real = jnp.zeros_like(change), jax.lax.stop_gradient(value.real)

@@ -35,8 +35,8 @@ class QuadraticForm(eqx.Module):
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart; of its dtype.
-    - `unresolved`: how far it may be off where singular values cannot be told from zero,
-        or nearly so.
+    - `unresolved`: how far it may be off where eigenvalues or singular values cannot be
+        told from zero, or nearly so.
     - `extremes`: shape `(2,)`, smallest and largest Ritz value; by Golub-Kahan, singular
         value of the bidiagonal matrix; by Arnoldi, eigenvalue of the Hermitian part of
         the Hessenberg matrix, between which the real parts of its eigenvalues are. Of
@@ -107,24 +107,44 @@ def magnitude_of(
     return jnp.maximum(jnp.abs(jnp.sum(weights * values)), change)
 
 
+def moved_by(
+    error: Real[Array, ""],
+    function: AbstractSpectralFunction,
+    nodes: Real[Array, " s"],
+    values: Real[Array, " s"],
+    eps: float,
+) -> tuple[Real[Array, " s"], Real[Array, " s"]]:
+    """How far a function with these `values` rises if the nodes grow by `error`, and how
+    far it falls if they shrink by it, singular values to zero at most."""
+    less = nodes - error
+    less = jnp.maximum(less, 0) if function.of_singular_values else less
+    up = values_at(function, nodes + error, eps) - values
+    return up, values - values_at(function, less, eps)
+
+
 def unresolved_of(
     function: AbstractSpectralFunction,
     weights: Real[Array, " s"],
     nodes: Real[Array, " s"],
     values: Real[Array, " s"],
     eps: float,
-) -> Real[Array, ""]:
-    """The change of a rule for a function of singular values if these are larger or
-    smaller by `eps` times the largest: by so much rounding errors of the products change
-    them (Weyl's inequality), and what is smaller a run takes for zero. Those that are
-    larger move in either direction, and changes of first order, of the sum of which
-    `QuadraticForm.rounding` is a sample, cancel. Those that are smaller may all be zero,
-    or none."""
-    error = eps * jnp.max(nodes)
-    up = values_at(function, nodes + error, eps) - values
-    down = values - values_at(function, jnp.maximum(nodes - error, 0), eps)
-    either, most = jnp.abs(up - down) / 2, jnp.maximum(jnp.abs(up), jnp.abs(down))
-    return jnp.sum(weights * jnp.where(nodes > error, either, most))
+) -> Real[Array, ""] | float:
+    """By how much a rule may be off because of nodes that rounding errors of the products
+    hide, which are no larger than these and may all be zero, or none. Of a function that
+    is not defined at zero they end the run; of one that is defined beyond, errors cancel.
+
+    Of singular values also the change if all of them are larger or smaller by `eps` times
+    the largest, as far as that has rounding errors move them (Weyl's inequality): changes
+    of first order, of the sum of which `QuadraticForm.rounding` is a sample, cancel."""
+    singular = function.of_singular_values
+    if not singular and (not function.semidefinite_domain or function.singular_at_zero):
+        return 0.0
+    error = eps * jnp.max(nodes) if singular else roundoff(nodes, eps)
+    up, down = moved_by(error, function, nodes, values, eps)
+    most = jnp.maximum(jnp.abs(up), jnp.abs(down))
+    either = jnp.abs(up - down) / 2 if singular else 0.0
+    change = jnp.where(nodes > error, either, most)
+    return jnp.sum(weights * jnp.where(jnp.isfinite(change), change, 0))
 
 
 def subgradients_at(
@@ -209,17 +229,23 @@ def check_domain(
 def check_precision(
     operator: FlatOperator,
     std_err: Real[Array, ""],
-    width: Real[Array, ""] | float,
+    width: Real[Array, ""],
     rounding: Real[Array, ""],
+    unresolved: Real[Array, ""],
     magnitude: Real[Array, ""],
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
-    reported: the `std_err`, and the `width` of the bracket. Where these are below
-    the rounding floor of the standard error, up to twice that floor are as expected.
-    `rounding` and `magnitude` are the means of those of the quadratic forms."""
+    reported. `rounding`, `unresolved` and `magnitude` are those of the quadratic forms in
+    the mean, `std_err` is that of sampling, and `width` that of the bracket.
+
+    What is `unresolved` is part of the reported error, up to the second digit of the
+    value. Where all of these are below the rounding floor of the standard error, up to
+    twice that floor are as expected."""
     floor = operator.rounding * magnitude
-    large = jnp.maximum((std_err + width) / 2, 2 * floor)
-    return failure(rounding > large, RESULTS.precision_lost)
+    large = jnp.maximum((jnp.hypot(std_err, unresolved) + width) / 2, 2 * floor)
+    hidden = jnp.maximum((std_err + width) / 2, 0.02 * magnitude)
+    lost = (rounding > large) | (unresolved > hidden)
+    return failure(lost, RESULTS.precision_lost)
 
 
 def lower_end(

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -70,14 +69,13 @@ class FormMoments(eqx.Module):
         spread = jnp.hypot(errors.center[0, -1], errors.unit[-1] * jnp.sqrt(variance))
         return spread / jnp.sqrt(count)
 
-    def bounds(self, common: Real[Array, ""] | float = 0.0) -> Real[Array, "2 2"]:
-        """Bounds of the mean of the forms, each with its standard error, with a rounding
-        error `common` to all."""
+    def bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
+        """Bounds of the mean of the forms, each with its standard error, with an error
+        `common` to all."""
         low, high, rounding, _, unresolved, _ = self.mean_errors
         std_errs = jnp.maximum(self.errors.std_err(), self._least_std_err)
-        low_std_err, high_std_err, *_ = std_errs
-        rounding = rounding + unresolved + common
-        low, high = low - rounding, high + rounding
+        low_std_err, high_std_err, *_ = jnp.hypot(std_errs, common)
+        low, high = low - rounding - unresolved, high + rounding + unresolved
         return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
 
 
@@ -136,26 +134,24 @@ def estimate_of_forms(
     live: Callable[[], Inexact[Array, ""]],
     extremes: Real[Array, "2"],
     common: Real[Array, ""] | float = 0.0,
-    lost: Callable[[Real[Array, ""]], Any] = lambda magnitude: None,
 ) -> Estimate:
     """What `stream_forms` has found. Products and state are those of the samples alone.
 
     `excess` is that of a value, a bracket and a deviation over the target; `live()` is
     the value with its derivative; `extremes` are the smallest and the largest Ritz value;
-    `common` is a rounding error that all samples share, and `lost(magnitude)` the result
-    that says whether that is too large."""
+    `common` is a rounding error that all samples share."""
     moments = streamed.summary[0]
     sample_errors, _, residuals = streamed.others
-    low, high, rounding, magnitude, *_ = moments.mean_errors
+    low, high, rounding, magnitude, unresolved, _ = moments.mean_errors
     extra = {"gradient_residual": residuals, "ritz_values": extremes}
     if function.bracketed:
         extra["sample_brackets"] = sample_errors[:, :2]
         extra["bracket"] = jnp.stack([low, high])
     in_domain = check_domain(function, operator, extremes, moments.mean)
     taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
-    std_err, width = moments.std_err(), high - low + 2 * common
-    precise = check_precision(operator, std_err, width, rounding, magnitude)
-    results = in_domain, precise, lost(magnitude)
+    std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
+    errors = std_err, high - low, rounding, unresolved
+    precise = check_precision(operator, *errors, magnitude)
     return Estimate(
         value=attach_derivative(moments.mean, live),
         std_err=std_err,
@@ -163,7 +159,8 @@ def estimate_of_forms(
         num_matvecs=streamed.count * steps.made,
         rounding=operator.rounding,
         magnitude=magnitude,
-        result=first_failure(*results, streamed.loop.result, wide),
+        unresolved=unresolved,
+        result=first_failure(in_domain, precise, streamed.loop.result, wide),
         extra=extra | taken | streamed.loop.extra,
         state=steps.state(streamed.loop.state),
         bounds=moments.bounds(common),
