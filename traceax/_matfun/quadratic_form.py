@@ -139,7 +139,7 @@ def unresolved_of(
     singular = function.of_singular_values
     if not singular and (not function.semidefinite_domain or function.singular_at_zero):
         return 0.0
-    error = eps * jnp.max(nodes) if singular else roundoff(nodes, eps)
+    error = (eps if singular else eps / 8) * jnp.max(jnp.abs(nodes))
     up, down = moved_by(error, function, nodes, values, eps)
     most = jnp.maximum(jnp.abs(up), jnp.abs(down))
     either = jnp.abs(up - down) / 2 if singular else 0.0
