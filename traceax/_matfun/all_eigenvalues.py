@@ -132,8 +132,10 @@ def _near_zero(
     values = at(nodes)
     if not function.semidefinite_domain or function.singular_at_zero:
         return values, jnp.zeros_like(nodes, bool), jnp.zeros_like(error)
-    width, zeros = 8 * error, jnp.zeros_like(nodes)
-    unseen = nodes <= width
+    # Negative nodes show how large errors are.
+    least = -jnp.min(nodes)
+    width, error = jnp.maximum(8 * error, least), jnp.maximum(error, least)
+    unseen, zeros = nodes <= width, jnp.zeros_like(nodes)
     rise = jnp.abs(jnp.stack([values - at(zeros), at(nodes + error) - values]))
     bias = jnp.sum(jnp.where(unseen, jnp.max(rise, axis=0), 0))
     if function.of_singular_values:

@@ -167,7 +167,7 @@ class GolubKahan(AbstractKrylovMethod):
             magnitude=square * magnitude_of(vh[:, 0] ** 2, s, values, slopes),
             rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
-            unresolved=square * unresolved_of(function, vh[:, 0] ** 2, s, values, eps),
+            unresolved=unresolved_of(function, vh[:, 0] ** 2, s, values, eps, square),
         )
 
 

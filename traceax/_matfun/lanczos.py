@@ -154,7 +154,7 @@ class Lanczos(AbstractKrylovMethod):
             magnitude=square * magnitude_of(weights, nodes, values, slopes),
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
-            unresolved=square * unresolved_of(function, weights, used, values, eps),
+            unresolved=unresolved_of(function, weights, used, values, eps, square),
         )
 
 

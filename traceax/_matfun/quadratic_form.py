@@ -35,8 +35,8 @@ class QuadraticForm(eqx.Module):
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart; of its dtype.
-    - `unresolved`: how far it may be off where eigenvalues or singular values cannot be
-        told from zero, or nearly so.
+    - `unresolved`: how far it may be off where the function is steep, at eigenvalues or
+        singular values that are known to rounding.
     - `extremes`: shape `(2,)`, smallest and largest Ritz value; by Golub-Kahan, singular
         value of the bidiagonal matrix; by Arnoldi, eigenvalue of the Hermitian part of
         the Hessenberg matrix, between which the real parts of its eigenvalues are. Of
@@ -128,23 +128,37 @@ def unresolved_of(
     nodes: Real[Array, " s"],
     values: Real[Array, " s"],
     eps: float,
+    factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, ""] | float:
-    """By how much a rule may be off because of nodes that rounding errors of the products
-    hide, which are no larger than these and may all be zero, or none. Of a function that
-    is not defined at zero they end the run; of one that is defined beyond, errors cancel.
+    """By how much a rule, multiplied by a `factor`, may be off because of errors of its
+    nodes that products and factorisations make, which are relative to the largest of
+    them: much where the function is steep.
 
-    Of singular values also the change if all of them are larger or smaller by `eps` times
-    the largest, as far as that has rounding errors move them (Weyl's inequality): changes
-    of first order, of the sum of which `QuadraticForm.rounding` is a sample, cancel."""
-    singular = function.of_singular_values
-    if not singular and (not function.semidefinite_domain or function.singular_at_zero):
+    - Singular values move by `eps` times the largest (Weyl's inequality). Changes of
+      first order cancel, of the sum of which `QuadraticForm.rounding` is a sample, but
+      for those that are smaller, which a run takes for zero.
+    - A function without a bracket may be steep anywhere.
+    - One with a bracket is steep near zero: nodes there that cannot be told from zero may
+      all be zero, or none; negative ones show how large these may be. If it is not
+      defined at zero, they end the run."""
+    largest = jnp.max(jnp.abs(nodes))
+    if function.of_singular_values:
+        up, down = moved_by(eps * largest, function, nodes, values, eps)
+        change = jnp.maximum(jnp.abs(up), jnp.abs(down))
+        change = jnp.where(nodes > eps * largest, jnp.abs(up - down) / 2, change)
+    elif not function.bracketed:
+        moved = jnp.stack(moved_by(8 * eps * largest, function, nodes, values, eps))
+        change = jnp.max(jnp.abs(moved), axis=0)
+    elif function.singular_at_zero:
         return 0.0
-    error = (eps if singular else eps / 8) * jnp.max(jnp.abs(nodes))
-    up, down = moved_by(error, function, nodes, values, eps)
-    most = jnp.maximum(jnp.abs(up), jnp.abs(down))
-    either = jnp.abs(up - down) / 2 if singular else 0.0
-    change = jnp.where(nodes > error, either, most)
-    return jnp.sum(weights * jnp.where(jnp.isfinite(change), change, 0))
+    else:
+        small = jnp.maximum(eps / 8 * largest, -jnp.min(nodes))
+        ends = jnp.zeros_like(nodes), jnp.maximum(nodes, small)
+        moved = jnp.stack([values_at(function, end, eps) - values for end in ends])
+        hidden = nodes <= jnp.maximum(eps * largest, small)
+        change = jnp.where(hidden, jnp.max(jnp.abs(moved), axis=0), 0)
+    change = jnp.where((weights > 0) & ~jnp.isnan(change), change, 0)
+    return factor * finite(jnp.sum(weights * change), factor)
 
 
 def subgradients_at(
@@ -286,23 +300,6 @@ def integral(
     return jnp.sum(jnp.where(weights > 0, weights * values(nodes), 0))
 
 
-def _sensitivity(
-    values: Callable[[Real[Array, " p"]], Real[Array, " p"]],
-    compression: Compression,
-    measured: Bool[Array, " w"],
-) -> Real[Array, ""]:
-    """The change of the Gauss rule by errors of Ritz values of the size that products and
-    a factorisation make, which is relative to the largest of them: large where the
-    function is steep."""
-    nodes = compression.nodes
-    error = 8 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
-    moved = jnp.abs(values(nodes + error) - values(nodes))
-    lead = compression.vectors[: len(measured)] * measured[:, None]
-    weights = jnp.sum(jnp.abs(lead) ** 2, axis=0)
-    change = jnp.sum(jnp.where(weights > 0, moved * weights, 0))
-    return jnp.where(jnp.isfinite(change), change, 0)
-
-
 def bracket_of(
     function: AbstractSpectralFunction,
     value: Real[Array, ""],
@@ -341,8 +338,7 @@ def bracket_of(
     others = jax.vmap(lambda rule: integral(values, rule, measured))(rules)
     differences = jnp.abs(others - value)
     differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
-    error = 2 * jnp.max(differences) + _sensitivity(values, compression, measured)
-    error = finite(error, factor)
+    error = finite(2 * jnp.max(differences), factor)
     low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
