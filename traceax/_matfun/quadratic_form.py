@@ -130,14 +130,15 @@ def unresolved_of(
     eps: float,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, ""] | float:
-    """By how much a rule, multiplied by a `factor`, may be off because of errors of its
-    nodes that products and factorisations make, which are relative to the largest of
-    them: much where the function is steep.
+    """By how much a rule, multiplied by a `factor`, may be off because of rounding errors
+    of its nodes, which are relative to the largest of them: much where the function is
+    steep. `QuadraticForm.rounding` is a sample of those of products.
 
     - Singular values move by `eps` times the largest (Weyl's inequality). Changes of
-      first order cancel, of the sum of which `QuadraticForm.rounding` is a sample, but
-      for those that are smaller, which a run takes for zero.
-    - A function without a bracket may be steep anywhere.
+      first order, of the sum of which that is a sample, cancel, but for those that are
+      smaller, which a run takes for zero.
+    - A function without a bracket may be steep anywhere, where errors of the
+      factorisation count too.
     - One with a bracket is steep near zero: nodes there that cannot be told from zero may
       all be zero, or none; negative ones show how large these may be. If it is not
       defined at zero, they end the run."""
@@ -147,7 +148,8 @@ def unresolved_of(
         change = jnp.maximum(jnp.abs(up), jnp.abs(down))
         change = jnp.where(nodes > eps * largest, jnp.abs(up - down) / 2, change)
     elif not function.bracketed:
-        moved = jnp.stack(moved_by(8 * eps * largest, function, nodes, values, eps))
+        error = 8 * jnp.finfo(nodes.dtype).eps * largest
+        moved = jnp.stack(moved_by(error, function, nodes, values, eps))
         change = jnp.max(jnp.abs(moved), axis=0)
     elif function.singular_at_zero:
         return 0.0
