@@ -224,6 +224,19 @@ def test_exact_answers(kind, condition, dtype, function, lost):
         assert np.allclose(solution.value, reference(matrix, function), rtol=1e-2)
 
 
+def test_exact_answers_of_matrices_with_negative_eigenvalues():
+    """Which rounding to bfloat16 leaves: what is of their size is unknown."""
+    matrix = even(1e6).astype(BRAIN) / 2**20
+    eigenvalues = np.linalg.eigvalsh(matrix.astype(np.float64))
+    smallest = float(eigenvalues[0])
+    assert smallest < 0
+    near, far = (exactly(matrix, tx.Inverse(-x * smallest)) for x in (1.01, 100.0))
+    assert near.result == LOST
+    assert far.result == tx.RESULTS.successful
+    low, high = far.interval()
+    assert low <= np.sum(1 / (eigenvalues - 100 * smallest)) <= high
+
+
 CALLS = {
     "adaptive": {"k": tx.Adaptive(rtol=5e-2, max_k=64)},
     "mesh": {"k": 10, "execution": tx.Sharded(tx.probe_mesh())},
