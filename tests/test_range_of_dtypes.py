@@ -400,3 +400,23 @@ def test_diagonals_that_decay():
     solution = tx.diagonal(operator, k=tx.Adaptive(rtol=5e-4, max_k=64), key=KEY)
     assert np.allclose(solution.value, row**2, rtol=0, atol=1e-5)
     assert solution.stats["num_matvecs"] < 64
+
+
+def test_bars_of_numbers_near_the_largest():
+    """Of row norms, whose squares are; merged from blocks too. They were zero where the
+    reciprocal of the largest deviation of a sample underflows."""
+    matrix = np.random.default_rng(0).standard_normal((30, 30))
+    settings = {"k": 12, "key": jr.key(0)}
+
+    @jax.jit
+    def relative(matrix, scale):
+        operator = lx.MatrixLinearOperator(matrix)
+        found = tx.row_norms(operator, **settings)
+        blocks = tx.Local(block_size=4)
+        merged = tx.row_norms(operator, execution=blocks, **settings)
+        return [x.std_err / scale for x in (found, merged)]
+
+    matrix = jnp.asarray(matrix / np.linalg.norm(matrix, axis=1).max(), jnp.float32)
+    expected = relative(matrix, jnp.float32(1))
+    for scale in np.float32([1e-15, 7.5e18]):
+        assert np.allclose(relative(scale * matrix, scale), expected, rtol=1e-3)

@@ -80,15 +80,15 @@ class Moments(eqx.Module):
         unit = jnp.maximum(
             between.unit, _over_first(jnp.maximum, lambda x: x, parts.unit)
         )
-        safe = jnp.where(unit > 0, unit, 1)
-        ratio = between.unit / safe
+        ratio = _in_units(between.unit, unit)
 
         def square(part):
-            return part.squares * (part.unit / safe) ** 2
+            return part.squares * _in_units(part.unit, unit) ** 2
 
         def cube(part):
-            ratio = part.unit / safe
-            moved = jnp.where(part.count > 0, part.center - between.center, 0) / safe
+            ratio = _in_units(part.unit, unit)
+            moved = jnp.where(part.count > 0, part.center - between.center, 0)
+            moved = _in_units(moved, unit)
             return part.cubes * ratio**3 + 3 * moved * part.squares * ratio**2
 
         squares = between.squares * ratio**2 + _over_first(jnp.add, square, parts)
@@ -115,12 +115,11 @@ class Moments(eqx.Module):
         points = jnp.where(_beside(present, points), points, center)
         largest = _over_first(jnp.maximum, lambda x: jnp.abs(x - center), points)
         unit = jnp.max(largest, axis=0)
-        safe = jnp.where(unit > 0, unit, 1)
 
         def power(exponent):
             def one(part):
                 count, point = part
-                return count * ((point - center) / safe) ** exponent
+                return count * _in_units(point - center, unit) ** exponent
 
             return _over_first(jnp.add, one, (count, points))
 
@@ -145,9 +144,10 @@ class Moments(eqx.Module):
     def independent_std_err(self) -> Real[Array, "*q"]:
         """The textbook standard error of the mean of independent samples, `s / sqrt(m)`
         with `ddof=1`; infinite for a single sample."""
-        spread = self.unit * jnp.sqrt(jnp.sum(self.squares, axis=0))
         freedom = jnp.maximum(self.count * (self.count - 1), 1)
-        return jnp.where(self.count > 1, spread / jnp.sqrt(freedom), jnp.inf)
+        # About 1 at most, so that the product overflows only where a deviation does.
+        spread = jnp.sqrt(jnp.sum(self.squares, axis=0) / freedom)
+        return jnp.where(self.count > 1, self.unit * spread, jnp.inf)
 
     def std_err(self, covariance: Real[Array, "*q"] | None = None) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
@@ -179,6 +179,13 @@ class Moments(eqx.Module):
             return std_err
         unseen = (4 / self.count) ** 2
         return std_err * (1 + 2 * (1 + self.skewness**2 + unseen) / self.count)
+
+
+def _in_units(x: Real[Array, "..."], unit: Real[Array, "..."]) -> Real[Array, "..."]:
+    """`x / unit`, and 0 for a zero unit. A division may be compiled to a product with the
+    reciprocal, which for a unit near the largest number is below the smallest one."""
+    factor = jnp.where(unit > 1, 0.125, 8).astype(unit.dtype)
+    return (factor * x) / (factor * jnp.where(unit > 0, unit, 1))
 
 
 class LogMoments(eqx.Module):
