@@ -113,7 +113,8 @@ def trace_of_function(
 
     A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
     operator without a tag; at most `k * num_steps` products, and with
-    [`traceax.AdaptiveSteps`][] a run or two more. `std_err` is the sampling error.
+    [`traceax.AdaptiveSteps`][] a run or two more. `std_err` is the sampling error,
+    with what rounding changes where the function is steep, but not the quadrature error.
     `stats` has the entries of the estimator, among them those of the quadrature error.
     Memory is that of the estimator, by default `num_steps` vectors of length n for each
     probe of a block.
