@@ -184,7 +184,7 @@ class Moments(eqx.Module):
 def _in_units(x: Real[Array, "..."], unit: Real[Array, "..."]) -> Real[Array, "..."]:
     """`x / unit`, and 0 for a zero unit. A division may be compiled to a product with the
     reciprocal, which for a unit near the largest number is below the smallest one."""
-    factor = jnp.where(unit > 1, 0.125, 8).astype(unit.dtype)
+    factor = jnp.where(unit > 1, jnp.asarray(0.125, unit.dtype), 8)
     return (factor * x) / (factor * jnp.where(unit > 0, unit, 1))
 
 
