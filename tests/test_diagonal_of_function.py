@@ -213,6 +213,16 @@ def test_functions_that_are_steep_at_zero(name, k):
             assert np.mean(np.where(successful, inside, 1)) > 0.93
 
 
+def test_function_that_is_steep_beyond_the_ritz_values():
+    """All of the diagonal comes from eigenvalues that too few steps do not see."""
+    matrix = hermitian(0, np.linspace(100, 1e4, N))
+    exact = exact_diagonal(matrix, lambda x: np.exp(-x))
+    value, ends, _, _ = over_keys(matrix, tx.Exp(-1.0), KEYS[:10])
+    low, high = np.asarray(ends)
+    assert np.all(np.abs(value - exact) > 0.1 * exact)
+    assert np.all((low <= exact) & (exact <= high))
+
+
 @jax.jit
 def slopes(matrix, along, weights, keys):
     def value(t, k, key):

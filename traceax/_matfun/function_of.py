@@ -102,9 +102,11 @@ class Action(eqx.Module):
         border = jnp.where(jnp.arange(len(nodes)) == run.last, edge, 0)
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, border[None], nodes, vectors)
-        below = jnp.where(nodes[0] > 0, nodes[0] / 2, nodes[0] - edge)
-        if f.semidefinite_domain and not f.singular_at_zero:
-            below = jnp.zeros_like(edge)
+        at_zero = f(jnp.zeros_like(nodes[:1]))
+        defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
+        below = jnp.where(defined, 0, nodes[0] / 2)
+        positive = (nodes[0] > 0) | f.semidefinite_domain
+        below = jnp.where(positive, below, nodes[0] - edge)
         above = nodes[-1] + edge
         rules = [radau(compression, below), -radau(-compression, -above)]
         rules = jnp.stack([*rules, shorter(compression)])
