@@ -166,8 +166,9 @@ def flattened(tree):
 
 
 def sums(matrix, tags):
-    half = vectors(matrix / 2, tags)
-    return lx.TaggedLinearOperator(half + lx.MatrixLinearOperator(matrix / 2, tags), tags)
+    """Of its two triangles: halves of the smallest numbers need not be numbers."""
+    upper, lower = vectors(jnp.triu(matrix), ()), jnp.tril(matrix, -1)
+    return lx.TaggedLinearOperator(upper + lx.MatrixLinearOperator(lower), tags)
 
 
 def products(matrix, tags):
