@@ -4,8 +4,9 @@
 
 Without names, all: what a page has between the comments `<!-- name -->` and
 `<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. Then `plots.py`
-draws the tables. All run in an environment of their own, `.peers/environment`, with the
-other packages; the first call makes it.
+draws the tables. Those that take no times run one on each core, the others after them,
+alone. All run in an environment of their own, `.peers/environment`, with the other
+packages; the first call makes it.
 """
 
 import os
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,26 +57,48 @@ def described() -> str:
     return ", ".join([f"commit {commit}", cores, python, *found, "traceax 1.0.2"])
 
 
-def printed(name: str) -> str:
+def takes_times(name: str) -> bool:
+    source = (HERE / f"{name}.py").read_text()
+    return bool(re.search(r"^(import time|from timing import)\b", source, re.MULTILINE))
+
+
+def printed(name: str, **settings: str) -> str:
     print(f"running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
-    helpers = os.environ | {"PYTHONPATH": str(HERE)}
-    return subprocess.check_output(command, env=helpers, text=True).strip()
+    # So that idle threads of NumPy and SciPy leave the cores to the next function.
+    usual = {"PYTHONPATH": str(HERE), "OPENBLAS_THREAD_TIMEOUT": "4"}
+    variables = os.environ | usual | settings
+    return subprocess.check_output(command, env=variables, text=True).strip()
 
 
-def fill(page: Path, name: str, machine: str) -> None:
+def printed_by_one_thread(name: str) -> str:
+    """Of JAX, NumPy and PyTorch."""
+    return printed(name, NPROC="1", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+
+
+def fill(page: Path, name: str, machine: str, table: str) -> None:
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{printed(name)}\n"
     before, rest = page.read_text().split(start)
+    text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{table}\n"
     page.write_text(before + start + text + end + rest.split(end)[1])
 
 
 def main(wanted: list[str]) -> None:
     machine = described()  # before pages change
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        for name in PLACE.findall(page.read_text()):
-            if name in wanted or not wanted:
-                fill(page, name, machine)
+    pages = {
+        name: page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for name in PLACE.findall(page.read_text())
+        if name in wanted or not wanted
+    }
+    alone = [name for name in pages if takes_times(name)]
+    together = [name for name in pages if name not in alone]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tables = pool.map(printed_by_one_thread, together)
+        for name, table in zip(together, tables, strict=True):
+            fill(pages[name], name, machine, table)
+    for name in alone:
+        fill(pages[name], name, machine, printed(name))
     printed("plots")
 
 

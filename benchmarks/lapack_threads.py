@@ -1,0 +1,89 @@
+"""What the threads of LAPACK cost the products between its calls, on CPU.
+
+    python benchmarks/run.py lapack_threads
+
+jaxlib makes QR and eigenvalue decompositions with the OpenBLAS of SciPy. Its threads wait
+in a busy loop for the next call, about 20 ms, on the cores that the next product needs.
+`OPENBLAS_THREAD_TIMEOUT=4` sends them to sleep after 16 clock cycles, and with
+`OPENBLAS_NUM_THREADS=1` there are none. Each line is the median of interleaved calls in a
+process of its own, which takes turns with the others.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from tables import head, row
+from timing import interleaved
+
+import traceax as tx
+
+
+SETTINGS = ("", "OPENBLAS_THREAD_TIMEOUT=4", "OPENBLAS_NUM_THREADS=1")
+CALLS = {
+    "Hutch++": lambda a, key: tx.trace(a, tx.HutchPlusPlusEstimator(), k=120, key=key),
+    "XTrace": lambda a, key: tx.trace(a, tx.XTraceEstimator(), k=120, key=key),
+    "XNysTrace": lambda a, key: tx.trace(a, tx.XNysTraceEstimator(), k=120, key=key),
+    "XDiag": lambda a, key: tx.diagonal(a, tx.XDiagEstimator(), k=120, key=key),
+    "adaptive XTrace": lambda a, key: tx.trace(
+        a, tx.XTraceEstimator(), k=tx.Adaptive(rtol=1e-9, max_k=120), key=key, throw=False
+    ),
+    "`logdet`": lambda a, key: tx.logdet(a, k=40, key=key),
+    "`logdet`, Krylov-aware": lambda a, key: tx.logdet(
+        a, tx.KrylovAwareEstimator(), k=40, num_steps=10, key=key
+    ),
+}
+
+
+def measure(n: int) -> None:
+    x = jax.random.normal(jax.random.key(0), (n, 100)) / jnp.arange(1, 101)
+    matrix, key = x @ x.T + jnp.eye(n), jax.random.key(0)
+
+    def call(function):
+        def run(matrix, key):
+            operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+            return function(operator, key).value
+
+        compiled = jax.jit(run)
+        return lambda: compiled(matrix, key)
+
+    found = interleaved({name: call(each) for name, each in CALLS.items()}, rounds=9)
+    print(json.dumps({name: median for name, (median, *_) in found.items()}))
+
+
+def medians(n: int) -> list[dict[str, float]]:
+    """Of the processes of each setting, for each call."""
+    runs = [[] for _ in SETTINGS]
+    for _ in range(3):
+        for run, setting in zip(runs, SETTINGS, strict=True):
+            name, _, value = setting.partition("=")
+            fixed = {name: value} if name else {}
+            usual = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS")}
+            command = [sys.executable, __file__, str(n)]
+            text = subprocess.check_output(command, env=usual | fixed, text=True)
+            run.append(json.loads(text))
+    return [
+        {name: statistics.median(each[name] for each in run) for name in CALLS}
+        for run in runs
+    ]
+
+
+def main() -> None:
+    head("n", "call", "as installed", *(f"`{each}`" for each in SETTINGS[1:]))
+    for n in (1000, 4000):
+        usual, *others = medians(n)
+        for name in CALLS:
+            ratios = [f"{each[name] / usual[name]:.2f}" for each in others]
+            row(str(n), name, f"{1e3 * usual[name]:.0f} ms", *ratios)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(int(sys.argv[1]))
+    else:
+        main()
