@@ -65,15 +65,14 @@ def takes_times(name: str) -> bool:
 def printed(name: str, **settings: str) -> str:
     print(f"running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
-    # So that idle threads of NumPy and SciPy leave the cores to the next function.
-    usual = {"PYTHONPATH": str(HERE), "OPENBLAS_THREAD_TIMEOUT": "4"}
+    # Idle threads of LAPACK would be in the way of others: see `lapack_threads.py`.
+    usual = {"PYTHONPATH": str(HERE), "OPENBLAS_NUM_THREADS": "1"}
     variables = os.environ | usual | settings
     return subprocess.check_output(command, env=variables, text=True).strip()
 
 
 def printed_by_one_thread(name: str) -> str:
-    """Of JAX, NumPy and PyTorch."""
-    return printed(name, NPROC="1", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    return printed(name, NPROC="1", OMP_NUM_THREADS="1")
 
 
 def fill(page: Path, name: str, machine: str, table: str) -> None:

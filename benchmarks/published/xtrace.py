@@ -1,15 +1,17 @@
 """Error for products and times: figure 1 of Epperly, Tropp and Webber (arXiv 2301.07825).
 
-    PYTHONPATH=benchmarks python benchmarks/published/xtrace.py [runs]
+    python benchmarks/run.py published/xtrace
 
 The mean relative error for the matrices of the figure, n = 1000, random orthogonal
 eigenvectors, float64. The figure is a picture without numbers, and the authors'
 repository, eepperly/XTrace, stores none. So theirs are NumPy functions written anew after
 the paper and that repository: with random signs, as in the figure, but XTrace and
 XNysTrace with the normalised vectors of section 2.3, which the repository recommends and
-ours have as well. Then times of one call beside each other, after the first, n = 4000.
+ours have as well. Then times of one call beside each other, after the first, n = 4000,
+both on one core (on Linux).
 """
 
+import os
 import sys
 from functools import partial
 
@@ -154,5 +156,6 @@ def times(n: int = 4000, k: int = 120) -> None:
 
 
 if __name__ == "__main__":
+    os.sched_setaffinity(0, [0])  # XLA makes as many threads
     errors(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
     times()
