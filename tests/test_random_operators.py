@@ -222,7 +222,7 @@ def check_same(call, matrices, answers, others):
         values, bars = [each.value for each in again], [each.std_err for each in again]
         bar = finite(one.std_err)
         close(one.value, other.value, rounding + 1e-3 * bar, values)
-        close(bar, finite(other.std_err), rounding + 0.1 * bar, finite(bars))
+        close(bar, finite(other.std_err), rounding + 0.1 * bar, bars)
         assert np.array_equal(np.isfinite(one.std_err), np.isfinite(other.std_err))
 
 
@@ -240,7 +240,8 @@ def finite(x):
 def close(one, other, allowed, rounded):
     """Some entries hang on rounding errors, all of which change them alike: what it is
     for an entry by chance small is taken from the largest, in parts of `allowed`."""
-    parts = np.abs(finite(rounded) - one) / allowed
+    rounded = np.where(np.isfinite(rounded), rounded, one)
+    parts = np.abs(rounded - one) / allowed
     allowed = (1 + 8 * np.max(parts)) * allowed
     for i in np.nonzero(~(np.abs(one - other) <= allowed))[0]:
         note(f"{i}: {one[i]} {other[i]}, allowed {allowed[i]}")

@@ -12,7 +12,6 @@ both on one core (on Linux).
 """
 
 import os
-import sys
 from functools import partial
 
 import jax
@@ -156,6 +155,7 @@ def times(n: int = 4000, k: int = 120) -> None:
 
 
 if __name__ == "__main__":
-    os.sched_setaffinity(0, [0])  # XLA makes as many threads
-    errors(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    # Before the first array: XLA makes as many threads as there are cores to use.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    errors(runs=40)
     times()
