@@ -44,7 +44,7 @@ def by_jax(function):
 def by_torch(function):
     def run(matrix, keys):
         matrix = torch.from_numpy(np.array(matrix))
-        values = [float(function(matrix, seed)) for seed in range(len(keys))]
+        values = [function(matrix, seed) for seed in range(len(keys))]
         return np.array(values), np.full(len(keys), np.nan)
 
     return run

@@ -2,11 +2,11 @@
 
     python benchmarks/run.py [name ...]
 
-Without names, all: what a page has between the comments `<!-- name -->` and
-`<!-- end of name -->` is replaced by what `benchmarks/name.py` prints. Then `plots.py`
-draws the tables. Those that take no times run one on each core, the others after them,
-alone. All run in an environment of their own, `.peers/environment`, with the other
-packages; the first call makes it.
+Without names, all but those for accelerators: what a page has between the comments
+`<!-- name -->` and `<!-- end of name -->` is replaced by what `benchmarks/name.py`
+prints. Then `plots.py` draws the tables. Those that take no times run one on each core,
+the others after them, alone. All run in an environment of their own,
+`.peers/environment`, with the other packages; the first call makes it.
 """
 
 import os
@@ -88,7 +88,7 @@ def main(wanted: list[str]) -> None:
         name: page
         for page in sorted((ROOT / "docs").rglob("*.md"))
         for name in PLACE.findall(page.read_text())
-        if name in wanted or not wanted
+        if name in wanted or not (wanted or name.startswith("accelerator/"))
     }
     alone = [name for name in pages if takes_times(name)]
     together = [name for name in pages if name not in alone]

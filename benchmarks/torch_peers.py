@@ -1,4 +1,5 @@
-"""The peers in PyTorch, each as a function `(matrix, seed) -> estimate` of its trace."""
+"""The peers in PyTorch, each as a function `(matrix, seed) -> estimate` of its trace, a
+float, so that a device has done its work."""
 
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from skerch.algorithms import hutch, xhutchpp
 def seeded(estimate, k):
     def run(matrix, seed):
         torch.manual_seed(seed)
-        return estimate(matrix, k)
+        return float(estimate(matrix, k))
 
     return run
 
@@ -21,15 +22,19 @@ def skerch_hutchpp(matrix, k, seed):
     """As the docstring of `skerch.algorithms.hutch` says: deflate by a basis."""
     m, generator = k // 3, torch.Generator().manual_seed(seed)
     signs = 2 * torch.randint(0, 2, (len(matrix), m), generator=generator) - 1
-    basis, _ = torch.linalg.qr(matrix @ signs.to(matrix.dtype))
+    basis, _ = torch.linalg.qr(matrix @ signs.to(matrix))
     settings = {"seed": 1000 * seed, "defl_Q": basis, "return_diag": False}
-    rest = hutch(matrix, "cpu", matrix.dtype, k - 2 * m, **settings)["tr"]
-    return rest + torch.sum(basis * (matrix.T @ basis))
+    rest = hutch(matrix, matrix.device, matrix.dtype, k - 2 * m, **settings)["tr"]
+    return float(rest + torch.sum(basis * (matrix.T @ basis)))
+
+
+def skerch(estimate, matrix, k, seed, **settings):
+    settings |= {"seed": 1000 * seed, "return_diag": False}
+    return float(estimate(matrix, matrix.device, matrix.dtype, k, **settings)["tr"])
 
 
 def torch_functions(k: int) -> dict[str, dict[str, Callable]]:
     """By package and name, for a budget of k products. None has a standard error."""
-    plain = {"return_diag": False}
     return {
         "curvlinops": {
             "Hutchinson": seeded(hutchinson_trace, k),
@@ -37,12 +42,8 @@ def torch_functions(k: int) -> dict[str, dict[str, Callable]]:
             "XTrace": seeded(xtrace, k),
         },
         "skerch": {
-            "Hutchinson": lambda a, seed: hutch(
-                a, "cpu", a.dtype, k, seed=1000 * seed, **plain
-            )["tr"],
+            "Hutchinson": lambda a, seed: skerch(hutch, a, k, seed),
             "Hutch++": lambda a, seed: skerch_hutchpp(a, k, seed),
-            "XTrace": lambda a, seed: xhutchpp(
-                a, "cpu", a.dtype, x_dims=k // 2, seed=1000 * seed, **plain
-            )["tr"],
+            "XTrace": lambda a, seed: skerch(xhutchpp, a, k // 2, seed),
         },
     }

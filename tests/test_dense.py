@@ -1,18 +1,15 @@
-"""Dense factorisations: by rows from Gram matrices, and on the host."""
+"""Dense factorisations: by rows from Gram matrices, and those of a GPU."""
 
-import functools as ft
+import re
 
 import jax
-import jax.random as jr
-import lineax as lx
 import numpy as np
 import pytest
 
-import traceax as tx
+from traceax._kernel import dense
 from traceax._kernel.dense import eigh, factorising, qr, svd, thin_svd
 
 
-PSD = lx.positive_semidefinite_tag
 DTYPES = [np.float64, np.float32, np.complex64]
 N, M = 200, 12
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
@@ -101,13 +98,13 @@ every_matrix = pytest.mark.parametrize("make", MATRICES, ids=lambda x: x.__name_
 
 @jax.jit
 def qr_by_rows(x):
-    with factorising(on_host=False, by_rows=True):
+    with factorising(by_rows=True):
         return qr(x)
 
 
 @jax.jit
 def svd_by_rows(x):
-    with factorising(on_host=False, by_rows=True):
+    with factorising(by_rows=True):
         return thin_svd(x, eps(x))
 
 
@@ -178,108 +175,36 @@ def test_by_rows_spans_the_range(dtype):
     assert np.linalg.norm(rest) <= 50 * eps(x)
 
 
-# --- on the host ---
+# --- on NVIDIA's GPUs ---
 
 
-FACTORISATIONS = {
-    "qr": qr,
-    "svd": svd,
-    "thin_svd": lambda x: thin_svd(x, 1e-12),
-    "eigh": lambda x: eigh(x.T @ x),
-}
-ONE = well_conditioned(np.float64)
-TWO = np.stack([ONE, ONE + 1])
+def routines_of_cusolver(name, shape):
+    """The names, and the algorithms that are asked for, in a program for CUDA."""
+    make = {"qr": qr, "eigh": eigh, "svd": svd}[name]
+    traced = jax.jit(make).trace(jax.ShapeDtypeStruct(shape, np.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return set(re.findall(r"cusolver_(\w+)_ffi", text)), set(
+        re.findall(r"algorithm = (\d)", text)
+    )
 
 
-def on_host(fn):
-    def inside(x):
-        with factorising(on_host=True, by_rows=False):
-            return fn(x)
-
-    return inside
-
-
-def compiled(fn, *args):
-    """The program, and whether the host is named in it before and after compilation."""
-    lowered = jax.jit(fn).lower(*args)
-    program = lowered.compile()
-    before = '_xla_compute_type = "host"' in lowered.as_text()
-    return program, (before, '_xla_compute_type="host"' in program.as_text())
+@pytest.mark.parametrize("shape", [(20, 20), (5, 20, 20), (50, 50)], ids=str)
+def test_no_jacobi_method(shape):
+    """Neither `gesvdj` nor `syevj`: 1 stands for QR iterations, and 2 for Jacobi's."""
+    assert routines_of_cusolver("svd", shape) == ({"gesvd"}, set())
+    assert routines_of_cusolver("eigh", shape) == ({"syevd"}, {"1"})
 
 
-@ft.cache
-def without_the_host():
-    """All factorisations, of one matrix and of two, in a program that does not name
-    it."""
-
-    def factors(one, two):
-        return {name: (f(one), jax.vmap(f)(two)) for name, f in FACTORISATIONS.items()}
-
-    program, named = compiled(factors, ONE, TWO)
-    assert named == (False, False)
-    return program(ONE, TWO)
-
-
-@pytest.mark.parametrize("name", FACTORISATIONS)
-def test_on_host(name):
-    """The same numbers, alone and under `vmap`, and the host in the program."""
-    factorise = on_host(FACTORISATIONS[name])
-    calls = (factorise, ONE), (jax.vmap(factorise), TWO)
-    for (call, x), expected in zip(calls, without_the_host()[name], strict=True):
-        program, named = compiled(call, x)
-        assert named == (True, True)
-        for a, b in zip(program(x), expected, strict=True):
-            assert a.shape == b.shape
-            assert np.allclose(a, b, rtol=0, atol=1e-13 * np.max(np.abs(b)))
-
-
-def trace_of(estimator):
-    def call(matrix, execution):
-        operator = lx.MatrixLinearOperator(matrix, PSD)
-        key = jr.key(0)
-        return tx.trace(
-            operator, estimator, k=8, key=key, execution=execution, throw=False
-        ).value
-
-    return call
-
-
-def general_logdet(matrix, execution):
-    settings = {"key": jr.key(0), "execution": execution, "throw": False}
-    operator = lx.MatrixLinearOperator(matrix)
-    return tx.logdet(operator, k=4, num_steps=4, **settings).value
-
-
-CALLS = {
-    "XTrace": trace_of(tx.XTraceEstimator()),
-    "XNysTrace": trace_of(tx.XNysTraceEstimator()),
-    "Golub-Kahan": general_logdet,
-}
-
-
-MATRIX = np.diag(np.linspace(1.0, 2.0, 30)) + 0.01
-HOST = tx.Local(host_factorisations=True)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_on_host_by_an_execution(name):
-    """The same numbers, with the gradient, and the host in the program."""
-
-    def derivative(execution):
-        return jax.value_and_grad(lambda x: CALLS[name](x, execution))
-
-    here, named_here = compiled(derivative(tx.Local()), MATRIX)
-    there, named_there = compiled(derivative(HOST), MATRIX)
-    assert named_there == (True, True)
-    assert named_here == (False, False)
-    found, expected = there(MATRIX), here(MATRIX)
-    assert np.allclose(found[0], expected[0], rtol=1e-13, atol=0)
-    assert np.allclose(found[1], expected[1], rtol=0, atol=1e-13)
-
-
-def test_on_host_under_vmap():
-    matrices = np.stack([MATRIX, 2 * MATRIX])
-    batched, named = compiled(jax.vmap(lambda x: CALLS["XTrace"](x, HOST)), matrices)
-    assert named == (True, True)
-    expected = [CALLS["XTrace"](x, tx.Local()) for x in matrices]
-    assert np.allclose(batched(matrices), expected, rtol=1e-13, atol=0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+def test_qr_iterations(dtype):
+    """The same factors as on CPU, of matrices of any size, whose units do not matter."""
+    for scale in (1, 1e-30, 1e30):
+        x = dtype(scale) * (normal(0, (M, M), dtype) + M * np.eye(M, dtype=dtype))
+        u, s, vh = map(np.asarray, jax.jit(dense._svd_on_cuda)(x))
+        unit = np.max(np.abs(x))
+        assert np.allclose((u * (s / unit)) @ vh, x / unit, rtol=0, atol=100 * eps(x))
+        expected = np.linalg.svd(x / unit, compute_uv=False)
+        assert np.allclose(s / unit, expected, rtol=100 * eps(x), atol=0)
+        values, q = map(np.asarray, jax.jit(dense._eigh_on_cuda)(x + x.conj().T))
+        again = (q * (values / unit)) @ q.conj().T
+        assert np.allclose(again, (x + x.conj().T) / unit, rtol=0, atol=200 * eps(x))

@@ -533,7 +533,7 @@ def test_not_positive_definite_under_jit_and_with_other_tags():
     def compiled(matrix):
         return logdet(matrix_operator(matrix), throw=True).value
 
-    check(RuntimeError, ["positive definite"], lambda: compiled(INDEFINITE))
+    check(RuntimeError, ["positive definite"], lambda: compiled(INDEFINITE).item())
     for wrong in (
         lambda throw: logdet(matrix_operator(INDEFINITE, NSD), throw=throw),
         lambda throw: logdet(

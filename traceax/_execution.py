@@ -168,7 +168,8 @@ class AbstractExecution(eqx.Module):
 
         **Returns:**
 
-        A context manager; what is traced inside makes them on the host, or by rows.
+        A context manager; what is traced inside makes those of tall matrices by rows, or
+        not.
         """
 
 
@@ -200,12 +201,9 @@ class Local(AbstractExecution):
         by fewer, down to half of it, they are. `None` takes 128, or fewer where n is
         large: so many that a block of probes holds at most a million numbers and, for
         estimators that keep a Krylov basis for each probe, all bases at most 64 million.
-    - `host_factorisations`: whether dense factorisations are made on the host, with
-        LAPACK, and the rest on the accelerator. No effect on CPU.
     """
 
     block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
-    host_factorisations: bool = eqx.field(static=True, default=False)
     can_raise: ClassVar[bool] = True
 
     def __check_init__(self):
@@ -241,7 +239,7 @@ class Local(AbstractExecution):
         return self.block_size or super().chunk(n, width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
-        return factorising(on_host=self.host_factorisations, by_rows=False)
+        return factorising(by_rows=False)
 
 
 def even(count: int, most: int) -> int:
@@ -256,5 +254,4 @@ def even(count: int, most: int) -> int:
 Local.__init__.__doc__ = """**Arguments:**
 
 - `block_size`: probe vectors per block, at most; see above.
-- `host_factorisations`: default is `False`.
 """

@@ -113,14 +113,12 @@ class Sharded(AbstractExecution):
     - `rows`: the name of another axis, over which vectors of length n are split, where
         they are too large for one device. Tall matrices are then factorised from their
         Gram matrices, so that only small ones are communicated.
-    - `host_factorisations`: as for [`traceax.Local`][].
     """
 
     mesh: Mesh = eqx.field(static=True, converter=_auto)
     axis: str = eqx.field(static=True, default="probes")
     block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     rows: str | None = eqx.field(static=True, default=None)
-    host_factorisations: bool = eqx.field(static=True, default=False)
     can_raise: ClassVar[bool] = False
 
     def __check_init__(self):
@@ -247,8 +245,7 @@ class Sharded(AbstractExecution):
         return Local(self.block_size).chunk(-(-n // rows), width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
-        by_rows = self.rows is not None
-        return factorising(on_host=self.host_factorisations, by_rows=by_rows)
+        return factorising(by_rows=self.rows is not None)
 
     def _gather(self, xs: PyTree[Array]) -> PyTree[Array]:
         """Results of all probes on each device, where vectors are whole or, axis 1, split
@@ -268,7 +265,6 @@ Sharded.__init__.__doc__ = """**Arguments:**
 - `axis`: default is `"probes"`.
 - `block_size`: default is `None`.
 - `rows`: default is `None`: vectors are whole on each device.
-- `host_factorisations`: default is `False`.
 
 **Raises:**
 
