@@ -175,6 +175,20 @@ def test_by_rows_spans_the_range(dtype):
     assert np.linalg.norm(rest) <= 50 * eps(x)
 
 
+def test_stacks_of_any_shape():
+    """The same bits for each matrix, whatever axes are mapped, and without `jit`."""
+    x = normal(5, (2, N, 3, M), np.float64)
+    inner = jax.vmap(svd, in_axes=1)
+    expected = [[svd(x[i, :, j]) for j in range(3)] for i in range(2)]
+    mapped = jax.jit(jax.vmap(inner))(x)
+    with jax.disable_jit():
+        plain = jax.vmap(inner)(x)
+    for many in (mapped, plain):
+        for i, j in np.ndindex(2, 3):
+            for found, one in zip(many, expected[i][j], strict=True):
+                assert np.array_equal(found[i, j], one)
+
+
 # --- on NVIDIA's GPUs ---
 
 

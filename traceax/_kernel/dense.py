@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.scipy.linalg
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._threefry import fast
@@ -40,27 +42,45 @@ def _door(
     factorise: Callable[[Array], tuple[Array, ...]],
     on_cuda: Callable[[Array], tuple[Array, ...]] | None = None,
 ):
-    @jax.custom_batching.custom_vmap
+    """The factorisation of a matrix, or of each of a stack, as a primitive: what it
+    consists of is chosen where a program is lowered, for each of its platforms."""
+    primitive = Primitive(factorise.__name__.strip("_"))
+    primitive.multiple_results = True
+    compiled = jax.jit(primitive.bind)
+
     def one_at_a_time(stack):
         if len(stack) == 1:
             return jax.tree.map(lambda y: y[None], factorise(stack[0]))
         return jax.lax.map(factorise, stack)
 
-    @one_at_a_time.def_vmap
-    def _(size, _, stacks):
-        """One loop, however many axes are mapped."""
-        outs = one_at_a_time(stacks.reshape(-1, *stacks.shape[2:]))
-        outs = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), outs)
-        return outs, jax.tree.map(lambda _: True, outs)
+    @primitive.def_impl
+    def _(stack):
+        with jax.disable_jit(False):
+            return compiled(stack)
+
+    @primitive.def_abstract_eval
+    def _(stack):
+        outs = jax.eval_shape(jax.vmap(factorise), stack)
+        return [stack.update(shape=y.shape, dtype=y.dtype, weak_type=False) for y in outs]
+
+    def batch(stacks, axes):
+        """One stack, however many axes are mapped."""
+        stacks = jnp.moveaxis(stacks[0], axes[0], 0)
+        outs = primitive.bind(stacks.reshape(-1, *stacks.shape[2:]))
+        outs = [y.reshape(len(stacks), -1, *y.shape[1:]) for y in outs]
+        return outs, [0] * len(outs)
+
+    batching.primitive_batchers[primitive] = batch
+    platforms = {None: jax.vmap(factorise), "cpu": one_at_a_time}
+    if on_cuda is not None:
+        platforms["cuda"] = jax.vmap(on_cuda)
+    for platform, fn in platforms.items():
+        mlir.register_lowering(primitive, mlir.lower_fun(fn), platform)
 
     @ft.wraps(factorise)
     def call(x):
-        stack = x if x.ndim == 3 else x[None]
-        others = {"cuda": jax.vmap(on_cuda)} if on_cuda else {}
-        outs = jax.lax.platform_dependent(
-            stack, cpu=one_at_a_time, default=jax.vmap(factorise), **others
-        )
-        return outs if x.ndim == 3 else jax.tree.map(lambda y: y[0], outs)
+        outs = primitive.bind(x if x.ndim == 3 else x[None])
+        return tuple(outs if x.ndim == 3 else (y[0] for y in outs))
 
     return call
 
