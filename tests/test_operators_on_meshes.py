@@ -9,7 +9,7 @@ import lineax as lx
 import numpy as np
 import pytest
 from jax.experimental import sparse
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import traceax as tx
 
@@ -246,6 +246,31 @@ def convex(x):
 
 def definite_bcoo(x):
     return bcoo(x, PSD)
+
+
+def set_mesh(kind):
+    return jax.set_mesh(jax.make_mesh((4,), ("probes",), axis_types=(kind,)))
+
+
+@pytest.mark.parametrize(
+    ("of", "x"),
+    [
+        pytest.param((matrix,), A, id="matrix"),
+        pytest.param((closure, xtrace), (A, D), id="closure"),
+        pytest.param((convex, slq), (A / N, D), id="convex"),
+    ],
+)
+def test_set_mesh(of, x):
+    """Where `jax.set_mesh` is in force, also as operators are made."""
+    with set_mesh(AxisType.Auto):
+        agree(value_and_slope, of, x)
+
+
+def test_explicit_axes_are_nothing_to_local_execution():
+    of, x = (matrix, xtrace), A
+    expected = jitted(value_and_slope, *of)(x, tx.Local())
+    with set_mesh(AxisType.Explicit):
+        close("", jitted(value_and_slope, *of)(x, tx.Local()), expected, 1e-13)
 
 
 ON_DIAGONAL = PATTERN[:, 0] == PATTERN[:, 1]

@@ -60,14 +60,15 @@ def _solves(product: ClosedJaxpr) -> bool:
 
 
 def _names_a_mesh(product: ClosedJaxpr) -> bool:
-    """Whether a function inside a product, such as the body of a loop, was traced for the
-    mesh of arrays that are placed on one."""
-    _, *inner = _jaxprs(product)
-    equations = [equation for jaxpr in inner for equation in jaxpr.eqns]
-    types = [variable.aval for equation in equations for variable in equation.outvars]
+    """Whether a product was traced for a mesh: that of `jax.set_mesh`, or in a function
+    inside it, such as the body of a loop, that of arrays that are placed on one."""
+    equations, *inner = [jaxpr.eqns for jaxpr in _jaxprs(product)]
+    inner = [equation for each in inner for equation in each]
+    types = [variable.aval for equation in inner for variable in equation.outvars]
     shardings = [getattr(type_, "sharding", None) for type_ in types]
-    meshes = [x.mesh for x in shardings if x is not None and not x.mesh.empty]
-    return any(mesh.are_all_axes_auto for mesh in meshes)
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
+    meshes += [equation.ctx.cur_abstract_mesh for equation in (*equations, *inner)]
+    return any(mesh.are_all_axes_auto for mesh in meshes if not mesh.empty)
 
 
 class Sharded(AbstractExecution):

@@ -90,12 +90,6 @@ def close(name, found, expected, rtol):
         assert error <= rtol * size, f"{at}: {error:.1e} of {size:.1e}, allowed {rtol}"
 
 
-def equal(name, found, expected):
-    found, expected = np.asarray(found), np.asarray(expected)
-    same = np.array_equal(found, expected)
-    assert same, f"{name}: not bitwise equal, off by {np.max(np.abs(found - expected))}"
-
-
 def collectives(compiled):
     """Of a compiled program: the kind and shape of every collective's operands."""
     found = []

@@ -60,8 +60,7 @@ def _door(
 
     @primitive.def_abstract_eval
     def _(stack):
-        outs = jax.eval_shape(jax.vmap(factorise), stack)
-        return [stack.update(shape=y.shape, dtype=y.dtype, weak_type=False) for y in outs]
+        return jax.make_jaxpr(jax.vmap(factorise))(stack).out_avals
 
     def batch(stacks, axes):
         """One stack, however many axes are mapped."""
