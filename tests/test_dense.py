@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from traceax._flat import standard_promotion
 from traceax._kernel import dense
 from traceax._kernel.dense import eigh, factorising, qr, svd, thin_svd
 
@@ -192,21 +193,33 @@ def test_stacks_of_any_shape():
 # --- on NVIDIA's GPUs ---
 
 
-def routines_of_cusolver(name, shape):
-    """The names, and the algorithms that are asked for, in a program for CUDA."""
-    make = {"qr": qr, "eigh": eigh, "svd": svd}[name]
-    traced = jax.jit(make).trace(jax.ShapeDtypeStruct(shape, np.float32))
+def routines_of_cusolver(fn, shape):
+    """The names, and the algorithms that are asked for."""
+    traced = jax.jit(fn).trace(jax.ShapeDtypeStruct(shape, np.float32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return set(re.findall(r"cusolver_(\w+)_ffi", text)), set(
-        re.findall(r"algorithm = (\d)", text)
-    )
+    patterns = r"cusolver_(\w+)_ffi", r"algorithm = (\d)"
+    return tuple(set(re.findall(pattern, text)) for pattern in patterns)
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (5, 20, 20), (50, 50)], ids=str)
 def test_no_jacobi_method(shape):
     """Neither `gesvdj` nor `syevj`: 1 stands for QR iterations, and 2 for Jacobi's."""
-    assert routines_of_cusolver("svd", shape) == ({"gesvd"}, set())
-    assert routines_of_cusolver("eigh", shape) == ({"syevd"}, {"1"})
+    assert routines_of_cusolver(svd, shape) == ({"gesvd"}, set())
+    assert routines_of_cusolver(eigh, shape) == ({"syevd"}, {"1"})
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_strict_modes(platform):
+    """What a factorisation consists of is traced when the program is lowered, and not in
+    the context of the call."""
+
+    def run(x):
+        with standard_promotion():
+            return eigh(x), svd(x), dense.eig(x)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(run).trace(jax.ShapeDtypeStruct((5, 5), np.complex64))
+        assert traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)

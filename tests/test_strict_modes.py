@@ -158,3 +158,11 @@ def test_interval_of_a_complex_value(arguments):
         low, high = solution.interval()
     assert np.all(np.isfinite([low, high]))
     assert low.real < solution.value.real < high.real
+
+
+@pytest.mark.parametrize("name", ["XTrace-Sphere", "logdet", "Arnoldi"])
+def test_no_promotion_of_dtypes(name, arguments):
+    matrix, key, _ = arguments
+    with strict(), jax.numpy_dtype_promotion("strict"):
+        solution = CALLS[name](matrix, key, 8)
+    assert np.isfinite(solution.value)

@@ -1,6 +1,8 @@
-"""`benchmarks/logdet.py` on an accelerator, for a larger matrix.
+"""`benchmarks/logdet.py` on an accelerator.
 
-PYTHONPATH=benchmarks python benchmarks/accelerator/log_determinants.py
+    PYTHONPATH=benchmarks python benchmarks/accelerator/log_determinants.py
+
+The matrix is twice as large, and there are fewer cases.
 """
 
 from logdet import dense, NOISE

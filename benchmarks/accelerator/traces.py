@@ -1,6 +1,8 @@
-"""`benchmarks/dense.py` on an accelerator, all in full precision.
+"""`benchmarks/dense.py` on an accelerator.
 
-PYTHONPATH=benchmarks python benchmarks/accelerator/traces.py
+    PYTHONPATH=benchmarks python benchmarks/accelerator/traces.py
+
+All products are in full precision.
 """
 
 import jax

@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Inexact, PyTree, Real
 
+from .._flat import standard_promotion
 from .._threefry import fast
 
 
@@ -53,6 +54,15 @@ def _door(
             return jax.tree.map(lambda y: y[None], factorise(stack[0]))
         return jax.lax.map(factorise, stack)
 
+    def in_context(fn):
+        """Lowering traces it, where those of the call are no more."""
+
+        def run(stack):
+            with standard_promotion(), jax.default_matmul_precision("highest"):
+                return fn(stack)
+
+        return run
+
     @primitive.def_impl
     def _(stack):
         with jax.disable_jit(False):
@@ -74,7 +84,7 @@ def _door(
     if on_cuda is not None:
         platforms["cuda"] = jax.vmap(on_cuda)
     for platform, fn in platforms.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(fn), platform)
+        mlir.register_lowering(primitive, mlir.lower_fun(in_context(fn)), platform)
 
     @ft.wraps(factorise)
     def call(x):

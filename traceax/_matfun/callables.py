@@ -129,7 +129,7 @@ def as_spectral_function(
         return _traced(function, real, jnp.floating)
     if real == dtype:
         _traced(function, real, jnp.floating)
-    return _traced(function, jnp.result_type(real, jnp.complex64), jnp.inexact)
+    return _traced(function, np.result_type(real, np.complex64), jnp.inexact)
 
 
 def _traced(function: Callable[[Array], Any], dtype: DTypeLike, kind: Any) -> _Callable:
