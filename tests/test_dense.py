@@ -236,3 +236,62 @@ def test_qr_iterations(dtype):
         values, q = map(np.asarray, jax.jit(dense._eigh_on_cuda)(x + x.conj().T))
         again = (q * (values / unit)) @ q.conj().T
         assert np.allclose(again, (x + x.conj().T) / unit, rtol=0, atol=200 * eps(x))
+
+
+def upper_triangular(dtype):
+    return np.linalg.qr(well_conditioned(dtype))[1]
+
+
+def with_room(dtype):
+    """As in a loop of rounds, of which the last have not been."""
+    x = upper_triangular(dtype)
+    x[M // 2 :] = x[:, M // 2 :] = 0
+    return x
+
+
+def of_rank_five(dtype):
+    return np.linalg.qr(rank_deficient(dtype))[1]
+
+
+def of_two_equal_columns(dtype):
+    x = upper_triangular(dtype)
+    x[:, 3] = x[:, 7]
+    return x
+
+
+def graded_triangle(dtype):
+    return np.linalg.qr(graded(dtype))[1]
+
+
+@pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
+@every_dtype
+@pytest.mark.parametrize(
+    ("make", "well"),
+    [
+        (upper_triangular, True),
+        (with_room, True),
+        (of_rank_five, False),
+        (of_two_equal_columns, False),
+        (graded_triangle, False),
+        (lambda dtype: np.zeros((M, M), dtype), True),
+    ],
+)
+def test_dual(make, well, dtype, scale):
+    """By singular values, and by the inverse where that is well conditioned."""
+    x = make(dtype)
+    by_values, by_inverse = (
+        jax.tree.map(np.asarray, jax.jit(fn)(x * dtype(scale)))
+        for fn in (dense.dual, dense._dual_on_cuda)
+    )
+    assert well == np.array_equal(np.abs(by_inverse[0]), np.diag(by_inverse[3]))
+    for u, t, rows, kept, unit in (by_values, by_inverse):
+        identity = np.diag(kept)
+        assert np.allclose(u.conj().T @ u, identity, rtol=0, atol=20 * eps(x))
+        size = max(np.max(np.abs(x)), 1e-3)
+        assert np.allclose(u @ (t / dtype(scale)), x, rtol=0, atol=20 * eps(x) * size)
+        d, null = rows * kept[:, None], rows * ~kept[:, None]
+        assert np.all(t[~kept] == 0)
+        product = (t / np.maximum(unit, np.finfo(x.dtype).tiny)) @ d.conj().T
+        condition = np.linalg.norm(d)
+        assert np.allclose(product, identity, rtol=0, atol=20 * eps(x) * condition)
+        assert np.allclose(x @ null.conj().T, 0, rtol=0, atol=20 * eps(x) * size)

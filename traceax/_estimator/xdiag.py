@@ -101,13 +101,13 @@ class XDiagEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         b, m = self.probes_in_round(k.round_size), state.r.shape[1]
         count = jnp.maximum(rounds * b, 1)
-        rotation, s, vh, loo = leave_one_out_of(state.r, eps)
+        rotation, r, loo = leave_one_out_of(state.r, eps)
         q, z = state.q @ rotation, state.z @ rotation
 
         def expansion():
             lefts = (z @ loo.directions).T
             products = state.q @ state.r
-            dropped = state.q @ (state.r - (rotation * s) @ vh)
+            dropped = state.q @ (state.r - rotation @ r)
             return OneSided(
                 shared=(z.T, q.T),
                 images=(q @ loo.directions).T,

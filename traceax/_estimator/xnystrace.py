@@ -167,7 +167,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
 
         std_err, raised, extra = standard_errors(samples, without, valid)
 
-        rotation, *_, loo = leave_one_out_of(nystrom.r @ state.probes, eps)
+        rotation, _, loo = leave_one_out_of(nystrom.r @ state.probes, eps)
         settings = self.improved, count
         left, right = leave_one_out_frame(probes, nystrom.q @ rotation, loo, *settings)
         return Sketch(

@@ -119,9 +119,9 @@ class XTraceEstimator(AbstractGrowingEstimator):
     ) -> Sketch:
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape
-        rotation, s, vh, loo = leave_one_out_of(state.small.r, eps)
+        rotation, r, loo = leave_one_out_of(state.small.r, eps)
         samples, without = two_sided_samples(
-            state.small, rotation, s, vh, loo, n, self.improved
+            state.small, rotation, r, loo, n, self.improved
         )
         valid = jnp.arange(m) < rounds * b
         std_err, raised, extra = standard_errors(samples, without, valid)

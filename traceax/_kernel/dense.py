@@ -19,7 +19,7 @@ import jax.random as jr
 import jax.scipy.linalg
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Inexact, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._flat import standard_promotion
 from .._threefry import fast
@@ -49,19 +49,17 @@ def _door(
     primitive.multiple_results = True
     compiled = jax.jit(primitive.bind)
 
-    def one_at_a_time(stack):
-        if len(stack) == 1:
-            return jax.tree.map(lambda y: y[None], factorise(stack[0]))
-        return jax.lax.map(factorise, stack)
-
-    def in_context(fn):
-        """Lowering traces it, where those of the call are no more."""
+    def of_stack(fn: Callable, together: bool):
+        """Lowering traces it, where the contexts of the call are no more. A matrix alone
+        stays one: a condition inside `vmap` costs both of its branches."""
 
         def run(stack):
             with standard_promotion(), jax.default_matmul_precision("highest"):
-                return fn(stack)
+                if len(stack) == 1:
+                    return jax.tree.map(lambda y: y[None], fn(stack[0]))
+                return jax.vmap(fn)(stack) if together else jax.lax.map(fn, stack)
 
-        return run
+        return mlir.lower_fun(run)
 
     @primitive.def_impl
     def _(stack):
@@ -80,11 +78,10 @@ def _door(
         return outs, [0] * len(outs)
 
     batching.primitive_batchers[primitive] = batch
-    platforms = {None: jax.vmap(factorise), "cpu": one_at_a_time}
+    mlir.register_lowering(primitive, of_stack(factorise, together=True))
+    mlir.register_lowering(primitive, of_stack(factorise, together=False), "cpu")
     if on_cuda is not None:
-        platforms["cuda"] = jax.vmap(on_cuda)
-    for platform, fn in platforms.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(in_context(fn)), platform)
+        mlir.register_lowering(primitive, of_stack(on_cuda, together=True), "cuda")
 
     @ft.wraps(factorise)
     def call(x):
@@ -141,6 +138,49 @@ def svd(
     and m; singular values descend."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh
+
+
+_Dual = tuple[
+    Inexact[Array, "m m"],
+    Inexact[Array, "m m"],
+    Inexact[Array, "m m"],
+    Bool[Array, " m"],
+    Real[Array, ""],
+]
+
+
+def dual_rows(s: Real[Array, " m"], vh: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """`max(s) diag(1/s) Vh`, and of `Vh` itself the rows where s is zero."""
+    return jnp.where(s > 0, jnp.max(s) / jnp.where(s > 0, s, 1), 1)[:, None] * vh
+
+
+def _dual_of_svd(u: Array, s: Array, vh: Array) -> _Dual:
+    kept = s > float(jnp.finfo(s.dtype).eps) * s[0]
+    s = jnp.where(kept, s, 0)
+    return u * kept, s[:, None] * vh, dual_rows(s, vh), kept, s[0]
+
+
+def _dual_on_cuda(x: Array) -> _Dual:
+    """By the inverse, where that is as accurate, in a fifth of the time."""
+    scaled, scale = normalise(x)
+    kept = jnp.any(x != 0, axis=0) | jnp.any(x != 0, axis=1)
+    whole = scaled + jnp.diag(1 - kept.astype(x.dtype))
+    inverse = jnp.linalg.inv(whole)
+    condition = jnp.linalg.norm(whole) * jnp.linalg.norm(inverse)
+
+    def by_inverse():
+        return jnp.diag(kept.astype(x.dtype)), x, inverse.conj().T, kept, scale
+
+    sure = 10 * len(x) * float(jnp.finfo(x.dtype).eps) * condition < 1
+    return jax.lax.cond(sure, by_inverse, lambda: _dual_of_svd(*_svd_on_cuda(x)))
+
+
+@ft.partial(_door, on_cuda=_dual_on_cuda)
+def dual(x: Inexact[Array, "m m"]) -> _Dual:
+    """`U, T, D, kept, c` with `x = U T` and `T D* = c I` in the rows that are `kept`, as
+    many as the rank. Those columns of U are orthonormal. The others are zero, as are the
+    other rows of T; those of D are an orthonormal basis of the null vectors of x."""
+    return _dual_of_svd(*jnp.linalg.svd(x, full_matrices=False))
 
 
 @_door

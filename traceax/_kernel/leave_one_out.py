@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
-from .dense import diagonal, svd
+from .dense import diagonal, dual, dual_rows
 
 
 class LeaveOneOut(eqx.Module):
@@ -43,31 +43,32 @@ def leave_one_out(
     `eps |X| / |v_i|`; if that is not below the part of `x_i` that they are to give, which
     is `distance`, then `x_i` is essential.
     """
-    kept = s > 0
-    rank, largest = jnp.sum(kept.astype(s.dtype)), jnp.max(s)
-    inverse = jnp.where(kept, largest / jnp.where(kept, s, 1), 0)
-    raw, null = inverse[:, None] * vh, jnp.where(kept[:, None], 0, vh)
+    return _from_dual(dual_rows(s, vh), s > 0, jnp.max(s), eps)
+
+
+def _from_dual(rows: Array, kept: Array, unit: Array, eps: float) -> LeaveOneOut:
+    raw, null = jnp.where(kept[:, None], rows, 0), jnp.where(kept[:, None], 0, rows)
     length, lost = jnp.linalg.norm(jnp.stack([raw, null]), axis=1)
     essential = (length > 0) & (lost <= 8 * eps * length)
     length = jnp.where(essential, length, 1)
     directions = jnp.where(essential, raw / length, 0)
-    distance = jnp.where(essential, largest / length, 0)
+    distance = jnp.where(essential, unit / length, 0)
+    rank = jnp.sum(kept.astype(unit.dtype))
     return LeaveOneOut(directions, distance, essential, rank)
 
 
 def leave_one_out_of(
     r: Inexact[Array, "m m"], eps: float
-) -> tuple[Inexact[Array, "m m"], Real[Array, " m"], Inexact[Array, "m m"], LeaveOneOut]:
-    """For `X = Q R`: the singular value decomposition of R, with zero columns and values
-    where they are rounding, and the directions.
+) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"], LeaveOneOut]:
+    """For `X = Q R`: `R = U T` with columns of U that are orthonormal, or zero where
+    those of R are dependent but for rounding; and the directions, in the basis `Q U`.
 
     That is rounding of arithmetic. Errors of the products, larger in low precision, stay:
     leaving out a column is exact algebra for any columns. Without them Q would be the
     dominant part of the range, which depends on all columns, and also on the one that is
     left out."""
-    u, s, vh = svd(r)
-    s = jnp.where(s > float(jnp.finfo(s.dtype).eps) * s[0], s, 0)
-    return u * (s > 0), s, vh, leave_one_out(s, vh, eps)
+    u, t, rows, kept, unit = dual(r)
+    return u, t, _from_dual(rows, kept, unit, eps)
 
 
 class Pairs(eqx.Module):

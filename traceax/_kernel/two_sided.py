@@ -26,21 +26,19 @@ class SmallMatrices(eqx.Module):
 def two_sided_samples(
     small: SmallMatrices,
     rotation: Inexact[Array, "m m"],
-    s: Real[Array, " m"],
-    vh: Inexact[Array, "m m"],
+    r: Inexact[Array, "m m"],
     loo: LeaveOneOut,
     n: int,
     improved: bool,
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
-    """The samples and, entry `[i, j]`, sample j without probe i. `R = rotation diag(s)
-    vh`, zero beyond its rank, and `improved` is whether probes are resphered."""
+    """The samples and, entry `[i, j]`, sample j without probe i. `rotation` and `r`
+    are U and T of `leave_one_out_of`, and `improved` is whether probes are resphered."""
     u = rotation
     essential = loo.essential.astype(int)
 
     # Below, e_j = omega_j - Q w_j is the part of probe j outside Q, and leaving out
     # the probes of a projector P changes it to e_j + Q P w_j:
     #   t = tr(H) - tr(P H) + c (e_j + Q P w_j)* A (e_j + Q P w_j).
-    r = s[:, None] * vh
     h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
     across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
     back = r - h @ w  # [:, j] = Q* A e_j
