@@ -223,17 +223,23 @@ def test_strict_modes(platform):
     assert {"cpu": "lapack_cheevd", "cuda": "cusolver_syevd"}[platform] in text
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+def first(of_stacks, *args):
+    """Of stacks of one."""
+    found = jax.jit(of_stacks)(*(x[None] for x in args))
+    return [np.asarray(x)[0] for x in found]
+
+
+@every_dtype
 def test_qr_iterations(dtype):
     """The same factors as on CPU, of matrices of any size, whose units do not matter."""
     for scale in (1, 1e-30, 1e30):
         x = dtype(scale) * (normal(0, (M, M), dtype) + M * np.eye(M, dtype=dtype))
-        u, s, vh = map(np.asarray, jax.jit(dense._svd_on_cuda)(x))
+        u, s, vh = first(dense._svd_on_cuda, x)
         unit = np.max(np.abs(x))
         assert np.allclose((u * (s / unit)) @ vh, x / unit, rtol=0, atol=100 * eps(x))
         expected = np.linalg.svd(x / unit, compute_uv=False)
         assert np.allclose(s / unit, expected, rtol=100 * eps(x), atol=0)
-        values, q = map(np.asarray, jax.jit(dense._eigh_on_cuda)(x + x.conj().T))
+        values, q = first(dense._eigh_on_cuda, x + x.conj().T)
         again = (q * (values / unit)) @ q.conj().T
         assert np.allclose(again, (x + x.conj().T) / unit, rtol=0, atol=200 * eps(x))
 
@@ -263,35 +269,71 @@ def graded_triangle(dtype):
     return np.linalg.qr(graded(dtype))[1]
 
 
+def zero_square(dtype):
+    return np.zeros((M, M), dtype)
+
+
+def check_revealed(x, scale, u, t, rows, kept, unit):
+    """What the docstring of `dense.reveal` says, of `x * scale`."""
+    size, tiny = max(np.max(np.abs(x)), 1e-3), np.finfo(x.dtype).tiny
+    identity = np.diag(kept)
+    assert np.allclose(u.conj().T @ u, identity, rtol=0, atol=20 * eps(x))
+    assert np.allclose(u @ (t / scale), x, rtol=0, atol=20 * eps(x) * size)
+    assert np.all(t[~kept] == 0)
+    d, null = rows * kept[:, None], rows * ~kept[:, None]
+    product = (t / np.maximum(unit, tiny)) @ d.conj().T
+    error = np.max(np.abs(product - identity))
+    assert error <= 20 * eps(x) * np.linalg.norm(d)
+    assert np.allclose(null @ null.conj().T, np.diag(~kept), rtol=0, atol=20 * eps(x))
+    assert np.allclose(x @ null.conj().T, 0, rtol=0, atol=20 * eps(x) * size)
+
+
+WELL = [upper_triangular, with_room, zero_square]
+ILL = [of_rank_five, of_two_equal_columns, graded_triangle]
+
+
+def revealed(x, *limits):
+    """By singular values, and as on a GPU, where the factor is diagonal if it is by the
+    inverse."""
+    limits = np.asarray(limits, x.real.dtype)
+    found = [
+        first(fn, x, limits) for fn in (jax.vmap(dense._reveal), dense._reveal_on_cuda)
+    ]
+    u = found[1][0]
+    return *found, np.array_equal(u, np.diag(np.diag(u)))
+
+
 @pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
 @every_dtype
-@pytest.mark.parametrize(
-    ("make", "well"),
-    [
-        (upper_triangular, True),
-        (with_room, True),
-        (of_rank_five, False),
-        (of_two_equal_columns, False),
-        (graded_triangle, False),
-        (lambda dtype: np.zeros((M, M), dtype), True),
-    ],
-)
-def test_dual(make, well, dtype, scale):
-    """By singular values, and by the inverse where that is well conditioned."""
-    x = make(dtype)
-    by_values, by_inverse = (
-        jax.tree.map(np.asarray, jax.jit(fn)(x * dtype(scale)))
-        for fn in (dense.dual, dense._dual_on_cuda)
-    )
-    assert well == np.array_equal(np.abs(by_inverse[0]), np.diag(by_inverse[3]))
-    for u, t, rows, kept, unit in (by_values, by_inverse):
-        identity = np.diag(kept)
-        assert np.allclose(u.conj().T @ u, identity, rtol=0, atol=20 * eps(x))
-        size = max(np.max(np.abs(x)), 1e-3)
-        assert np.allclose(u @ (t / dtype(scale)), x, rtol=0, atol=20 * eps(x) * size)
-        d, null = rows * kept[:, None], rows * ~kept[:, None]
-        assert np.all(t[~kept] == 0)
-        product = (t / np.maximum(unit, np.finfo(x.dtype).tiny)) @ d.conj().T
-        condition = np.linalg.norm(d)
-        assert np.allclose(product, identity, rtol=0, atol=20 * eps(x) * condition)
-        assert np.allclose(x @ null.conj().T, 0, rtol=0, atol=20 * eps(x) * size)
+@pytest.mark.parametrize("make", WELL + ILL, ids=lambda x: x.__name__)
+def test_reveal(make, dtype, scale):
+    x, scale = make(dtype), dtype(scale)
+    by_values, on_cuda, by_inverse = revealed(x * scale, eps(x), 0)
+    for found in (by_values, on_cuda):
+        check_revealed(x, scale, *found)
+    assert np.sum(on_cuda[3]) == np.sum(by_values[3])
+    assert by_inverse == (make in WELL)
+
+
+@pytest.mark.parametrize(("smallest", "rank"), [(0.9, M), (0.6, M), (0.4, M - 1)])
+def test_reveal_relative_to_a_scale(smallest, rank):
+    """Block Gram-Schmidt drops what it has cancelled half of."""
+    x = np.diag(np.where(np.arange(M) == 4, smallest, 1))
+    for unit in (1, 1e-3):
+        by_values, on_cuda, by_inverse = revealed(unit * x, 0.5, 0.5 * unit)
+        assert np.sum(by_values[3]) == np.sum(on_cuda[3]) == rank
+        assert by_inverse == (rank == M)
+    for found in revealed(1e-3 * x, 0.5, 0.5)[:2]:
+        assert np.sum(found[3]) == 0
+
+
+def test_reveal_stacks():
+    """All by the inverse, or none: one condition for all matrices."""
+    well, ill = upper_triangular(np.float64), of_rank_five(np.float64)
+    limits = np.asarray([[eps(well), 0]] * 2)
+    for second, by_inverse in ((well, True), (ill, False)):
+        stack = np.stack([well, second])
+        found = jax.tree.map(np.asarray, jax.jit(dense._reveal_on_cuda)(stack, limits))
+        assert np.array_equal(found[0][0], np.eye(M)) == by_inverse
+        for i in range(2):
+            check_revealed(stack[i], 1.0, *(y[i] for y in found))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int
 
 from .._adaptive import Adaptive
-from .._kernel.dense import normalise, svd, thin_svd
+from .._kernel.dense import normalise, qr, svd
 from .._kernel.growth import put
 from .._kernel.leave_one_out import (
     leave_one_out,
@@ -105,8 +105,9 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
             return xnystrace_expansion(*tall, *small, shift, self.improved)
 
         # The frame is that of XTrace for the same probes.
-        q, s, vh = thin_svd(products @ (s[:, None] * vh), float(jnp.finfo(s.dtype).eps))
-        frame = leave_one_out_frame(probes, q, leave_one_out(s, vh, eps), self.improved)
+        q, r = qr(products @ (s[:, None] * vh))
+        rotation, _, left_out = leave_one_out_of(r, eps)
+        frame = leave_one_out_frame(probes, q @ rotation, left_out, self.improved)
         std_err, raised, extra = standard_errors(samples, without)
         return Sketch(
             samples,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import normalise, qr, thin_svd
+from .dense import normalise, qr, rank_revealing_qr
 
 
 def take(buffer: Inexact[Array, "n p"], i: Int[Array, ""], b: int) -> Array:
@@ -118,8 +118,8 @@ def extend(
     def project(state, cutoff):
         x, coefficients, coupling = state
         rest, part = remove(basis, x, count, b)
-        block, s, vh = thin_svd(rest, *cutoff)
-        return (block, coefficients + part @ coupling, (s[:, None] * vh) @ coupling), None
+        block, factor = rank_revealing_qr(rest, *cutoff)
+        return (block, coefficients + part @ coupling, factor @ coupling), None
 
     # Weak directions of the block have components in the basis that were small beside the
     # strong ones; where the second pass cancels half of one, it was rounding.

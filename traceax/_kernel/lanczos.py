@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import normalise, thin_svd, two_norm
+from .dense import normalise, rank_revealing_qr, two_norm
 
 
 # Basis vectors are kept in buffers of at most this many, of which a step reads those that
@@ -225,7 +225,7 @@ def block_lanczos_start(
 ) -> BlockLanczosState:
     """No step yet, of at most `most`."""
     n, b = start.shape
-    block, _, _ = thin_svd(start, eps)
+    block, _ = rank_revealing_qr(start, eps)
     blocks = jnp.zeros_like(block, shape=(most, b, b))
     zero = jnp.zeros_like(block, shape=(), dtype=jnp.finfo(start.dtype).dtype)
     return BlockLanczosState(
@@ -260,13 +260,13 @@ def block_lanczos_advance(
         rest = product - block @ form - state.previous @ state.coupling.conj().T
         rest = rest - basis @ (basis.conj().T @ rest)
         scale = jnp.maximum(state.scale, jnp.max(jnp.abs(form)))
-        following, s, vh = thin_svd(rest, eps, scale)
-        neglected = two_norm(rest - following @ (s[:, None] * vh))
+        following, below = rank_revealing_qr(rest, eps, scale)
+        neglected = two_norm(rest - following @ below)
         # Weak directions of the block have components in the basis that were small beside
         # the strong ones: a second pass, and what it cancels half of was rounding.
         following = following - basis @ (basis.conj().T @ following)
-        following, kept, rotation = thin_svd(following, 0.5, 1.0)
-        coupling = (kept[:, None] * rotation) @ (s[:, None] * vh)
+        following, rotation = rank_revealing_qr(following, 0.5, 1.0)
+        coupling = rotation @ below
         return BlockLanczosState(
             block=following,
             previous=block,

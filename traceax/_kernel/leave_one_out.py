@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
-from .dense import diagonal, dual, dual_rows
+from .dense import diagonal, dual_rows, reveal
 
 
 class LeaveOneOut(eqx.Module):
@@ -67,7 +67,7 @@ def leave_one_out_of(
     leaving out a column is exact algebra for any columns. Without them Q would be the
     dominant part of the range, which depends on all columns, and also on the one that is
     left out."""
-    u, t, rows, kept, unit = dual(r)
+    u, t, rows, kept, unit = reveal(r, float(jnp.finfo(r.dtype).eps))
     return u, t, _from_dual(rows, kept, unit, eps)
 
 
