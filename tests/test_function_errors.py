@@ -1,6 +1,8 @@
 """Each kind of wrong input to the functions of `traceax._logdet`, `_trace_of_function`
 and `_matfun` gives an exception that names argument, value and fix."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -636,6 +638,66 @@ def test_singular_matrix_has_no_log_determinant(tags):
     assert solution.result != tx.RESULTS.successful
     if not tags:
         assert solution.result == tx.RESULTS.zero_determinant
+
+
+def singular(tags):
+    """Matrices of small integers and of rank N - 1 in any arithmetic."""
+    rng = np.random.default_rng(0)
+    if tags:
+        factors = rng.integers(-8, 9, (40, N, N - 1))
+        return (factors @ factors.mT).astype(np.float32)
+    matrices = rng.integers(-8, 9, (40, N, N)).astype(np.float32)
+    matrices[:, :, -1] = matrices[:, :, 0]
+    return matrices
+
+
+def one_over(x):
+    return 1 / x
+
+
+BY_NORMAL = {"sampler": tx.NormalSampler()}
+AWARE = tx.KrylovAwareEstimator(**BY_NORMAL)
+
+
+@pytest.mark.parametrize(
+    ("function", "tags", "estimator", "k"),
+    [
+        (tx.Log(), PSD, None, N),
+        (jnp.log, PSD, None, N),
+        (tx.Log(), PSD, tx.SLQEstimator(**BY_NORMAL), 4),
+        (one_over, PSD, tx.SLQEstimator(**BY_NORMAL), 4),
+        (tx.Log(), PSD, AWARE, 8),
+        (jnp.log, PSD, AWARE, 8),
+        (None, (), None, N),
+        (tx.Log(), (), None, N),
+        (jnp.log, (), None, N),
+        (one_over, (), tx.SLQEstimator(**BY_NORMAL, krylov=tx.Arnoldi()), 4),
+    ],
+)
+def test_singular_matrices_that_rounding_makes_regular(function, tags, estimator, k):
+    """Their smallest eigenvalue comes out positive as often as not."""
+
+    def successful(matrix, key):
+        operator = matrix_operator(matrix, tags)
+        settings = {} if estimator is None else {"estimator": estimator}
+        settings |= {"k": k, "num_steps": N, "key": key, "throw": False}
+        call = partial(tx.trace_of_function, function=function)
+        solution = (call if function else tx.logdet)(operator, **settings)
+        return solution.result == tx.RESULTS.successful
+
+    matrices = singular(tags)
+    found = jax.jit(jax.vmap(successful))(matrices, jr.split(KEY, len(matrices)))
+    assert not np.any(found)
+
+
+def test_poles_at_zero_of_regular_matrices():
+    """Of functions of which nothing is known, for eigenvalues of both signs."""
+    matrix = hermitian(0, np.linspace(-1, 2, N))
+    operator = matrix_operator(matrix, lx.symmetric_tag)
+    for function in (one_over, lambda x: jnp.log(jnp.abs(x))):
+        solution = trace_of(function, operator, k=N)
+        expected = np.sum(function(np.linspace(-1, 2, N)))
+        assert np.allclose(solution.value, expected, rtol=1e-10)
 
 
 def test_singular_in_its_precision_has_no_log_determinant():

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Inexact, Scalar
+from jaxtyping import Array, Bool, Inexact, Real, Scalar
 
 from .._threefry import fast
 from .dense import eig, expm, inverse
@@ -26,11 +26,12 @@ def by_eigenvalues(
     result is NaN. The derivative may be infinite at 0, and is taken at the roundoff
     there."""
     nodes, vectors, inverted = eig(matrix)
+    lengths = jnp.linalg.norm(vectors, axis=0) * jnp.linalg.norm(inverted, axis=1)
     largest = jnp.max(jnp.abs(nodes))
     roundoff = float(jnp.finfo(nodes.dtype).eps) * jnp.where(largest > 0, largest, 1)
     inner = nodes
     if semidefinite_domain:
-        zero = jnp.abs(nodes) <= roundoff
+        zero = hidden(nodes, lengths)
         outside = (nodes.real < 0) & (jnp.abs(nodes.imag) <= roundoff) & ~zero
         outside = outside | zero if singular_at_zero else outside
         nodes = jnp.where(outside, jnp.nan, nodes)
@@ -40,7 +41,31 @@ def by_eigenvalues(
         of_matrix = jnp.matmul(vectors * values, inverted, precision="highest")
         return of_matrix if jnp.iscomplexobj(matrix) else of_matrix.real
 
-    return apply(function(nodes)), apply(derivative(inner))
+    values = function(nodes)
+    if not semidefinite_domain:
+        values = with_pole(function, nodes, values, lengths)
+    return apply(values), apply(derivative(inner))
+
+
+def hidden(
+    nodes: Inexact[Array, " s"], condition: Real[Array, " s"] | float = 1.0
+) -> Bool[Array, " s"]:
+    """Which eigenvalues, with these condition numbers, cannot be told from zero: those of
+    exactly singular matrices are found with errors of up to three units."""
+    unit = float(jnp.finfo(nodes.dtype).eps) * jnp.max(jnp.abs(nodes))
+    return jnp.abs(nodes) <= 4 * unit * condition
+
+
+def with_pole(
+    function: Callable[[Array], Array],
+    nodes: Inexact[Array, " s"],
+    values: Inexact[Array, " s"],
+    condition: Real[Array, " s"] | float = 1.0,
+) -> Inexact[Array, " s"]:
+    """The `values` of a function of which nothing is known: if it is infinite at zero,
+    then also at the nodes that cannot be told from zero."""
+    at_zero = function(jnp.zeros_like(nodes[:1]))
+    return jnp.where(hidden(nodes, condition) & jnp.isinf(at_zero), at_zero, values)
 
 
 def rounded(matrix: Inexact[Array, "s s"], eps: float) -> Inexact[Array, "s s"]:

@@ -13,6 +13,7 @@ from .._flat import FlatOperator
 from .._kernel.dense import eigh, two_norm
 from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
+from .._kernel.small_matrix import hidden, with_pole
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 
@@ -73,7 +74,8 @@ def values_at(
 ) -> Real[Array, " s"]:
     """The function at Ritz values, which rounding may have moved out of its domain."""
     if not function.semidefinite_domain:
-        return function(nodes)
+        values = function(nodes)
+        return values if function.bracketed else with_pole(function, nodes, values)
     lowest = roundoff(nodes, eps) if function.singular_at_zero else 0
     return function(jnp.maximum(nodes, lowest))
 
@@ -212,14 +214,15 @@ def outside_domain(
     not real, it is not finite then."""
     smallest, largest = extremes
     size = jnp.maximum(jnp.abs(smallest), jnp.abs(largest))
-    if function.of_singular_values and function.singular_at_zero:
-        # Rounding errors of the products move all of them by so much (Weyl's inequality).
-        return smallest <= operator.eps * size
-    if operator.hermitian or function.of_singular_values:
-        if function.singular_at_zero:
-            return smallest <= roundoff(extremes, operator.eps)
-        if function.semidefinite_domain:
-            return smallest < -operator.rounding * size
+    real = operator.hermitian or function.of_singular_values
+    if real and function.singular_at_zero:
+        # Errors of the products move all singular values by so much (Weyl's inequality).
+        least = operator.eps * size
+        if not function.of_singular_values:
+            least = roundoff(extremes, operator.eps)
+        return (smallest <= least) | hidden(extremes)[0]
+    if real and function.semidefinite_domain:
+        return smallest < -operator.rounding * size
     return jnp.isfinite(size) & ~jnp.isfinite(value)
 
 
