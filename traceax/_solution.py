@@ -131,7 +131,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `nonfinite_product`: a product or the estimate was NaN or infinite.
     - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
-        negative or zero.
+        negative, or not to be told from zero.
     - `zero_determinant`: the determinant of a structured or a general operator is zero,
         or not to be told from zero.
     - `precision_lost`: for functions of operators, rounding errors of the products are a
@@ -141,7 +141,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
         were too few for the tolerance; or a linear solve did not converge.
-    - `outside_domain`: for another function, a Ritz value was outside of its domain.
+    - `outside_domain`: for another function, a Ritz value was outside of its domain, or
+        not to be told from a pole at zero.
 
     `RESULTS[solution.result]` is the message.
 

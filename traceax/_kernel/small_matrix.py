@@ -63,8 +63,8 @@ def with_pole(
     condition: Real[Array, " s"] | float = 1.0,
 ) -> Inexact[Array, " s"]:
     """The `values` of a function of which nothing is known: if it is infinite at zero,
-    then also at the nodes that cannot be told from zero."""
-    at_zero = function(jnp.zeros_like(nodes[:1]))
+    then also at the nodes that cannot be told from zero. No derivative is taken there."""
+    at_zero = jax.lax.stop_gradient(function(jnp.zeros_like(nodes[:1])))
     return jnp.where(hidden(nodes, condition) & jnp.isinf(at_zero), at_zero, values)
 
 

@@ -177,8 +177,8 @@ def subgradients_at(
 
 
 def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
-    """The size below which a Ritz value cannot be told from zero: those of a singular
-    operator are smaller, of either sign, and those of a positive definite one larger."""
+    """The size below which a Ritz value may be a rounding error of the products, and is
+    raised to it."""
     largest = jnp.max(jnp.abs(nodes))
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
