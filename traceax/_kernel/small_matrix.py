@@ -47,13 +47,18 @@ def by_eigenvalues(
     return apply(values), apply(derivative(inner))
 
 
+def least_seen(largest: Real[Array, ""]) -> Real[Array, ""]:
+    """The size up to which an eigenvalue cannot be told from zero: those of exactly
+    singular matrices are found with errors of up to three roundoffs of the largest."""
+    return 4 * float(jnp.finfo(largest.dtype).eps) * largest
+
+
 def hidden(
     nodes: Inexact[Array, " s"], condition: Real[Array, " s"] | float = 1.0
 ) -> Bool[Array, " s"]:
-    """Which eigenvalues, with these condition numbers, cannot be told from zero: those of
-    exactly singular matrices are found with errors of up to three units."""
-    unit = float(jnp.finfo(nodes.dtype).eps) * jnp.max(jnp.abs(nodes))
-    return jnp.abs(nodes) <= 4 * unit * condition
+    """Which eigenvalues, with these condition numbers, cannot be told from zero."""
+    sizes = jnp.abs(nodes)
+    return sizes <= least_seen(jnp.max(sizes)) * condition
 
 
 def with_pole(

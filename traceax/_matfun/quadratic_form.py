@@ -13,7 +13,7 @@ from .._flat import FlatOperator
 from .._kernel.dense import eigh, two_norm
 from .._kernel.lanczos import unit
 from .._kernel.quadrature import Compression, radau, shorter
-from .._kernel.small_matrix import hidden, with_pole
+from .._kernel.small_matrix import least_seen, with_pole
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 
@@ -220,7 +220,7 @@ def outside_domain(
         least = operator.eps * size
         if not function.of_singular_values:
             least = roundoff(extremes, operator.eps)
-        return (smallest <= least) | hidden(extremes)[0]
+        return smallest <= jnp.maximum(least, least_seen(size))
     if real and function.semidefinite_domain:
         return smallest < -operator.rounding * size
     return jnp.isfinite(size) & ~jnp.isfinite(value)
