@@ -80,8 +80,9 @@ the domain of the function, beyond rounding, or the function was not finite ther
 
 Likely causes:
 
-(a) the operator has eigenvalues where the function is not defined: add a multiple of the
-    identity, or take a function that is defined there; or
+(a) the operator has eigenvalues where the function is not defined, or not to be told
+    from zero where that is a pole: add a multiple of the identity, or take a function
+    that is defined there; or
 
 (b) the function overflows: scale the operator or use a wider dtype.
 """.strip()
