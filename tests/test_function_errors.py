@@ -645,6 +645,7 @@ def singular(tags):
     rng = np.random.default_rng(0)
     if tags:
         factors = rng.integers(-8, 9, (40, N, N - 1))
+        factors[:, 1] = factors[:, 0]
         return (factors @ factors.mT).astype(np.float32)
     matrices = rng.integers(-8, 9, (40, N, N)).astype(np.float32)
     matrices[:, :, -1] = matrices[:, :, 0]

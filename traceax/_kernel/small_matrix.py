@@ -26,12 +26,12 @@ def by_eigenvalues(
     result is NaN. The derivative may be infinite at 0, and is taken at the roundoff
     there."""
     nodes, vectors, inverted = eig(matrix)
-    lengths = jnp.linalg.norm(vectors, axis=0) * jnp.linalg.norm(inverted, axis=1)
+    condition = jnp.linalg.norm(vectors, axis=0) * jnp.linalg.norm(inverted, axis=1)
     largest = jnp.max(jnp.abs(nodes))
     roundoff = float(jnp.finfo(nodes.dtype).eps) * jnp.where(largest > 0, largest, 1)
     inner = nodes
     if semidefinite_domain:
-        zero = hidden(nodes, lengths)
+        zero = hidden(nodes, condition)
         outside = (nodes.real < 0) & (jnp.abs(nodes.imag) <= roundoff) & ~zero
         outside = outside | zero if singular_at_zero else outside
         nodes = jnp.where(outside, jnp.nan, nodes)
@@ -43,7 +43,7 @@ def by_eigenvalues(
 
     values = function(nodes)
     if not semidefinite_domain:
-        values = with_pole(function, nodes, values, lengths)
+        values = with_pole(function, nodes, values, condition)
     return apply(values), apply(derivative(inner))
 
 
