@@ -32,8 +32,9 @@ def normal(seed, shape, dtype):
 
 @jax.jit
 def step(basis, x, count, scale):
-    """The basis with a new block, and what it was made of."""
-    new = growth.extend(basis, x, count, eps(x.dtype), scale)
+    """The basis with a new block, of all that is more than a few roundoffs, and what it
+    was made of."""
+    new = growth.extend(basis, x, count, 4 * eps(x.dtype), scale)
     return growth.put(basis, new.block, count), new
 
 
@@ -95,8 +96,8 @@ def test_columns_of_very_different_size(dtype):
 
 @DTYPES
 def test_rank_deficient_blocks(dtype):
-    """Rank 2 in the first block; nothing new in the second, but for rounding; one
-    direction in the third; zeros; and then a full one."""
+    """Rank 2 in the first block; nothing new in the second; one direction in the third;
+    zeros; and then a full one."""
     low, mixing = normal(3, (N, 2), dtype), normal(4, (2, B), dtype)
     one, full = normal(5, (N, 1), dtype), normal(6, (N, B), dtype)
     row = np.arange(1, B + 1).astype(dtype)
@@ -105,8 +106,7 @@ def test_rank_deficient_blocks(dtype):
     basis, steps = grown(blocks)
     present = check(basis, blocks, steps)
     counts = present.reshape(BLOCKS, B).sum(axis=1).tolist()
-    assert [counts[0], *counts[3:]] == [2, 0, B]
-    assert counts[2] >= 1
+    assert counts == [2, 0, 1, 0, B]
     assert np.all(basis[:, ~present] == 0)
 
 

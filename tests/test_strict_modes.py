@@ -166,3 +166,31 @@ def test_no_promotion_of_dtypes(name, arguments):
     with strict(), jax.numpy_dtype_promotion("strict"):
         solution = CALLS[name](matrix, key, 8)
     assert np.isfinite(solution.value)
+
+
+def logdet_by_one_step(matrix, key):
+    settings = {"k": 2, "num_steps": 1, "throw": False}
+    return tx.logdet(matrix_free(matrix, PSD), key=key, **settings).value
+
+
+def logdet_preconditioned(matrix, key):
+    preconditioner = tx.AutoPreconditioner(max_rank=N, shift=1.0)
+    settings = {"k": 2, "num_steps": 2, "preconditioner": preconditioner, "throw": False}
+    return tx.logdet(matrix_free(matrix, PSD), key=key, **settings).value
+
+
+NOT_COMPILED = {
+    "one step": logdet_by_one_step,
+    "a preconditioner that grows": logdet_preconditioned,
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_without_compilation(name, arguments):
+    """Under `jax.disable_jit` a loop over no entries is an error, and counters of loops
+    are integers of Python."""
+    matrix, key, _ = arguments
+    value = NOT_COMPILED[name](matrix, key)
+    with jax.disable_jit():
+        same = NOT_COMPILED[name](matrix, key)
+    assert np.allclose(same, value, rtol=1e-12)

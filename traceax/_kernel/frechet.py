@@ -52,7 +52,9 @@ def few_pairs(
         return rest - column[:, None] * row, (column, row)
 
     count = min(count, size.size)
-    rest, pairs = jax.lax.scan(eliminate, differences, length=count - 1)
+    rest, pairs = differences, 2 * (jnp.zeros((0, size.size), differences.dtype),)
+    if count > 1:  # without rows a scan is an error under `jax.disable_jit`
+        rest, pairs = jax.lax.scan(eliminate, rest, length=count - 1)
     last = diagonal(rest), jnp.ones_like(weights)
     left, right = (
         jnp.append(x, y[None], axis=0) for x, y in zip(pairs, last, strict=True)

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, ArrayLike, Inexact, Int, Real
 
 from .dense import normalise, qr, rank_revealing_qr
 
 
-def take(buffer: Inexact[Array, "n p"], i: Int[Array, ""], b: int) -> Array:
+def take(buffer: Inexact[Array, "n p"], i: Int[ArrayLike, ""], b: int) -> Array:
     """Block i, shape `(n, b)`."""
     return jax.lax.dynamic_slice_in_dim(buffer, i * b, b, axis=1)
 
 
 def put(
-    buffer: Inexact[Array, "n p"], block: Inexact[Array, "n b"], i: Int[Array, ""]
+    buffer: Inexact[Array, "n p"], block: Inexact[Array, "n b"], i: Int[ArrayLike, ""]
 ) -> Inexact[Array, "n p"]:
     if buffer.shape == block.shape:
         return block
@@ -30,7 +30,7 @@ def put(
 
 
 def put_rows(
-    buffer: Inexact[Array, "p m"], block: Inexact[Array, "b m"], i: Int[Array, ""]
+    buffer: Inexact[Array, "p m"], block: Inexact[Array, "b m"], i: Int[ArrayLike, ""]
 ) -> Inexact[Array, "p m"]:
     if buffer.shape == block.shape:
         return block
@@ -49,6 +49,7 @@ def border(
         return [left.conj().T @ right for left, right in pairs]
 
     def one(j, products):
+        j = jnp.asarray(j, i.dtype)  # an integer of Python under `jax.disable_jit`
         return [
             _put_product(_put_product(product, pair, i, j, b), pair, j, i, b)
             for product, pair in zip(products, pairs, strict=True)
@@ -58,8 +59,12 @@ def border(
 
 
 def _put_product(
-    product: Array, pair: tuple[Array, Array], i: Array, j: Array, b: int
-) -> Array:
+    product: Inexact[Array, "p p"],
+    pair: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]],
+    i: Int[Array, ""],
+    j: Int[Array, ""],
+    b: int,
+) -> Inexact[Array, "p p"]:
     left, right = take(pair[0], i, b), take(pair[1], j, b)
     block = left.conj().T @ right
     return jax.lax.dynamic_update_slice(product, block, (i * b, j * b))
