@@ -51,6 +51,7 @@ _CHECKED = (
     "_matfun.deflated_forms",
     "_matfun.krylov_aware",
     "_matfun.quadratic_form",
+    "_matfun.rules",
     "_matfun.slq",
     "_matfun.structured",
     "_moments",

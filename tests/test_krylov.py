@@ -14,6 +14,7 @@ from traceax._kernel.golub_kahan import (
     golub_kahan_run,
     golub_kahan_start,
 )
+from traceax._kernel.gram_schmidt import put_row
 from traceax._kernel.lanczos import block_lanczos, lanczos
 from traceax._kernel.quadrature import Compression, radau, radau_factor, ritz
 
@@ -66,8 +67,8 @@ rule = jax.jit(ritz)
 @jax.jit
 def extended_rule(alpha, beta, end):
     matrix = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
-    border = jnp.zeros_like(beta).at[-1].set(beta[-1])[None]
-    return eigh(radau(Compression(matrix, border, *eigh(matrix)), end))
+    coupling, last = beta[-1:, None], len(beta) - 1
+    return eigh(radau(Compression(matrix, coupling, last, *eigh(matrix)), end))
 
 
 @jax.jit
@@ -306,3 +307,26 @@ def test_radau_is_exact_for_even_polynomials_of_singular_values():
             exact = start @ (values ** (2 * degree) * start)
             found = run.norm**2 * (vh[:, 0] ** 2 @ nodes ** (2 * degree))
             assert np.allclose(found, exact, rtol=1e-12, atol=0) == (degree <= 2 * s)
+
+
+@pytest.mark.parametrize("sizes", [(7,), (4, 3)])
+def test_rows_of_a_batch(sizes):
+    """In the same row, which takes no scatter, or in a row each; in buffers that are
+    mapped or not."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((3, sum(sizes), 5))
+    new, rank = rng.standard_normal((3, 5)), np.arange(3)
+    split = lambda x: tuple(np.split(x, np.cumsum(sizes)[:-1], axis=-2))  # noqa: E731
+    put = lambda *args: jnp.concatenate(put_row(*args))  # noqa: E731
+    for index in (np.array(5), np.array([0, 3, 6])):
+        expected = rows.copy()
+        expected[rank, index] = new
+        batched = jax.jit(jax.vmap(put, in_axes=(0, 0, 0 if index.ndim else None)))
+        np.testing.assert_array_equal(batched(split(rows), new, index), expected)
+        scattered = "scatter" in batched.lower(split(rows), new, index).as_text()
+        assert scattered == (index.ndim > 0)
+    parts = [jnp.asarray(part) for part in split(rows[0])]
+    shared = jax.vmap(lambda row: put(tuple(parts), row, 2))(new)
+    expected = np.stack([rows[0]] * 3)
+    expected[:, 2] = new
+    np.testing.assert_array_equal(shared, expected)

@@ -25,7 +25,7 @@ from ._flat import (
 )
 from ._gradient import attach, FirstOrderFrame
 from ._kernel.dense import two_norm
-from ._kernel.lanczos import unit as unit_of
+from ._kernel.gram_schmidt import unit as unit_of
 from ._logdet import logdet
 from ._matfun.base import AbstractFunctionEstimator
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient

@@ -14,7 +14,8 @@ from ._flat import FlatOperator, flatten
 from ._gradient import attach, attach_derivative, FirstOrderFrame
 from ._iterate import stream, sum_over_rounds
 from ._kernel.dense import eigh
-from ._kernel.lanczos import lanczos_run, unit
+from ._kernel.gram_schmidt import unit
+from ._kernel.lanczos import lanczos_run
 from ._kernel.quadrature import apply_to_first, ritz
 from ._matfun.all_eigenvalues import bounds_around
 from ._matfun.lanczos import Lanczos

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .lanczos import unit
+from .gram_schmidt import unit
 
 
 class Arnoldi(eqx.Module):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.scipy.linalg
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
@@ -64,7 +65,17 @@ def _door(
     def one_at_a_time(*stacks):
         if len(stacks[0]) == 1:
             return jax.tree.map(lambda y: y[None], factorise(*(x[0] for x in stacks)))
-        return jax.lax.map(lambda each: factorise(*each), stacks)
+        outs = jax.eval_shape(factorise, *(x[0] for x in stacks))
+        if len({out.dtype for out in outs}) > 1:
+            return jax.lax.map(lambda each: factorise(*each), stacks)
+
+        def flat(each):
+            """All in one array, since each output of a loop is a kernel to compile."""
+            return jnp.concatenate([y.ravel() for y in factorise(*each)])
+
+        ends = np.cumsum([out.size for out in outs])[:-1]
+        parts = jnp.split(jax.lax.map(flat, stacks), ends, axis=1)
+        return [y.reshape(-1, *out.shape) for y, out in zip(parts, outs, strict=True)]
 
     together = in_context(jax.vmap(factorise))
 

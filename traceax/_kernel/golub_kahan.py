@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .lanczos import cut, dot, orthogonalise, put_row, unit
+from .gram_schmidt import dot, orthogonalise, put_row, unit
+from .lanczos import cut
 
 
 class GolubKahan(eqx.Module):
@@ -104,12 +105,12 @@ def golub_kahan_run(state: GolubKahanState, steps: Int[Array, ""] | int) -> Golu
     lefts, rights, entries = state.buffers
     diagonal, above, projected_diagonal, projected_above = entries.T
     last = steps - 1
-    above, residual = cut(above, last)
+    above = cut(above, last)
     # After a breakdown all of them are 0.
     broken = jnp.append(False, above[:-1] == 0)
     return GolubKahan(
         diagonal=jnp.where(broken, diagonal[0], diagonal),
-        above=jnp.append(above[:-1], residual),
+        above=above,
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
         projected_above=projected_above[1:],
         left=lefts,

@@ -1,11 +1,12 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .dense import normalise, rank_revealing_qr, two_norm
+from .dense import rank_revealing_qr, two_norm
+from .gram_schmidt import dot, orthogonalise, put_row, unit
 
 
 # Basis vectors are kept in buffers of at most this many, of which a step reads those that
@@ -21,8 +22,8 @@ class Lanczos(eqx.Module):
         the residual r. After a breakdown (an invariant subspace) it is 0, rows of the
         basis are 0 and `alpha` repeats its first entry, which is in A's numerical range.
         So it is too after the last of fewer steps than there is room for.
-    - `projected`: what `beta[:-1]` is but for rounding errors of the products, measured
-        from the other side: `v_j* A v_(j+1)`, where `beta[j]` is from `A v_j`.
+    - `projected`: what `beta` is but for rounding errors of the products, measured from
+        the other side: `v_j* A v_(j+1)`, where `beta[j]` is from `A v_j`; last 0.
     - `neglected`: the norm of the residual that counted as zero at a breakdown.
     - `basis`: the columns of V, as rows.
     - `norm`: of the start vector, which is `norm * V e_1`.
@@ -31,7 +32,7 @@ class Lanczos(eqx.Module):
 
     alpha: Real[Array, " s"]
     beta: Real[Array, " s"]
-    projected: Real[Array, " s-1"]
+    projected: Real[Array, " s"]
     neglected: Real[Array, ""]
     basis: Inexact[Array, "s n"]
     norm: Real[Array, ""]
@@ -111,22 +112,25 @@ def lanczos_advance(
     dtype = state.carry[0].dtype
 
     def step(j, state):
-        (vector, previous, beta, scale), buffers, entries = state
+        (vector, previous, before, scale), buffers, entries = state
         buffers = put_row(buffers, vector, j)
         product = mv(vector)
         form = dot(vector, product).real
         projected = dot(previous, product).real
         rest = product - form.astype(dtype) * vector
-        rest = rest - beta.astype(dtype) * previous
-        scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), beta))
+        rest = rest - before.astype(dtype) * previous
+        scale = jnp.maximum(scale, jnp.maximum(jnp.abs(form), before))
         near = vector, previous
         following, residual = orthogonalise(rest, buffers, j, window, near)
         alive = ~(residual <= eps * scale)
         following = jnp.where(alive, following, 0)
         beta = jnp.where(alive, residual, 0)
         neglected = jnp.where(alive, 0, residual)
+        # After a breakdown all of them are 0.
+        form = jnp.where((j > 0) & (before == 0), entries[0, 0], form)
         found = jnp.stack([form, beta, projected, neglected])
-        entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
+        row = jnp.stack([j, j, j - 1, j])
+        entries = jnp.where(jnp.arange(len(entries))[:, None] == row, found, entries)
         return (following, vector, beta, scale), buffers, entries
 
     part = state.carry, state.buffers, state.entries
@@ -138,22 +142,18 @@ def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> Lanczos:
     """What `steps` steps have found, all that were made."""
     alpha, beta, projected, neglected = state.entries.T
     last = steps - 1
-    beta, residual = cut(beta, last)
-    # After a breakdown all of them are 0.
-    alpha = jnp.where(jnp.append(False, beta[:-1] == 0), alpha[0], alpha)
-    beta = jnp.append(beta[:-1], residual)
-    basis = jnp.concatenate(state.buffers)
+    alpha = jnp.where(jnp.arange(len(alpha)) <= last, alpha, alpha[0])
+    beta, basis = cut(beta, last), jnp.concatenate(state.buffers)
     neglected = jnp.max(neglected)
-    return Lanczos(alpha, beta, projected[1:], neglected, basis, state.norm, last)
+    return Lanczos(alpha, beta, projected, neglected, basis, state.norm, last)
 
 
-def cut(
-    couplings: Real[Array, " s"], last: Int[Array, ""] | int
-) -> tuple[Real[Array, " s"], Real[Array, ""]]:
-    """The couplings of each step with the next one, without that of the last step; and
-    that one, the norm of the residual."""
-    inside = jnp.arange(len(couplings)) < last
-    return jnp.where(inside, couplings, 0), couplings[last]
+def cut(couplings: Real[Array, " s"], last: Int[Array, ""] | int) -> Real[Array, " s"]:
+    """The couplings of each step with the next one, that of the last step, the norm of
+    the residual, at the end."""
+    index = jnp.arange(len(couplings))
+    at_end = jnp.where(index == len(couplings) - 1, couplings[last], 0)
+    return jnp.where(index < last, couplings, at_end)
 
 
 class BlockLanczos(eqx.Module):
@@ -309,80 +309,3 @@ def block_lanczos_run(
         neglected=state.neglected,
         basis=state.basis,
     )
-
-
-def put_row(
-    buffers: tuple[Inexact[Array, "_ n"], ...],
-    vector: Inexact[Array, " n"],
-    j: Int[Array, ""] | int,
-) -> tuple[Inexact[Array, "_ n"], ...]:
-    """Row j of the buffers, one after another, becomes `vector`."""
-    put, filled, offset = jax.lax.dynamic_update_index_in_dim, [], 0
-    for rows in buffers:
-        row, here = vector, j
-        if len(buffers) > 1:
-            here = jnp.clip(j - offset, 0, len(rows) - 1)
-            row = jnp.where(j - offset == here, vector, rows[here])
-        filled.append(put(rows, row, here, 0))
-        offset += len(rows)
-    return tuple(filled)
-
-
-def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
-    """`x / ||x||` and `||x||`, or zeros; nothing overflows before x does."""
-    x, scale = normalise(x)
-    norm = _length(x)
-    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
-
-
-def _length(x: Inexact[Array, " n"]) -> Real[Array, ""]:
-    return jnp.sqrt(dot(x, x).real)
-
-
-def dot(x: Inexact[Array, " n"], y: Inexact[Array, " n"]) -> Inexact[Array, ""]:
-    """`x* y`, at full precision on accelerators too."""
-    return jnp.vdot(x, y, precision="highest")
-
-
-def orthogonalise(
-    x: Inexact[Array, " n"],
-    buffers: tuple[Inexact[Array, "_ n"], ...],
-    j: Int[Array, ""] | int,
-    window: int | None,
-    near: Sequence[Inexact[Array, " n"]],
-) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
-    """`unit` of x less its components along rows of the buffers, orthonormal or zero, the
-    last of which is row j: along all of them, or as many of the last ones as the `window`
-    has, and if that is 0 along those `near`, which the recurrence has removed already: at
-    a breakdown what it leaves is rounding, in any direction. A second pass is made where
-    the first one cancels most of x ("twice is enough": Kahan)."""
-    if window == 0:
-        for vector in near:
-            x = x - dot(vector, x) * vector
-        return unit(x)
-    x, scale = normalise(x)
-    if window is not None:
-        (rows,) = buffers
-        recent = jnp.maximum(j + 1 - window, 0), min(window, len(rows))
-        buffers = (jax.lax.dynamic_slice_in_dim(rows, *recent),)
-
-    def remove(x, rows):
-        coefficients = jnp.matmul(rows.conj(), x, precision="highest")
-        return x - jnp.matmul(coefficients, rows, precision="highest")
-
-    def project(state):
-        x, norm, _, count = state
-        x, offset = remove(x, buffers[0]), len(buffers[0])
-        for rows in buffers[1:]:
-            x = jax.lax.cond(j >= offset, remove, lambda x, _: x, x, rows)
-            offset += len(rows)
-        return x, _length(x), norm, count + 1
-
-    def cancelled(state):
-        _, norm, before, count = state
-        return (count == 0) | ((norm < before / 2**0.5) & (count < 2))
-
-    norm = _length(x)
-    state = x, norm, norm, jnp.zeros_like(norm, dtype=jnp.int32)
-    x, norm, _, _ = jax.lax.while_loop(cancelled, project, state)
-    return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm

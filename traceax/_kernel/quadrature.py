@@ -7,8 +7,9 @@ eigenvectors weights.
 """
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, Int, Real
 
 from .dense import eigh
 
@@ -28,33 +29,52 @@ def ritz(
 
 
 class Compression(eqx.Module):
-    """A on a Krylov space: `A V = V T + v B`.
+    """A on a Krylov space: `A V = V T + v B E*`.
 
     - `matrix`: T, tridiagonal or with blocks of size b.
-    - `border`: B, of shape (b, p), zero but for the columns of the last step.
-    - `nodes`, `vectors`: the eigenpairs of T.
+    - `coupling`: B, of shape (b, b). E is zero but for the rows of the last step, which
+        begin at `first`, a multiple of b.
+    - `nodes`, `vectors`: the eigenpairs of T, the nodes ascending or descending.
     """
 
     matrix: Inexact[Array, "p p"]
-    border: Inexact[Array, "b p"]
+    coupling: Inexact[Array, "b b"]
+    first: Int[Array, ""] | int
     nodes: Real[Array, " p"]
     vectors: Inexact[Array, "p p"]
 
+    @property
+    def border(self) -> Inexact[Array, "b p"]:
+        """`B E*`."""
+        b, p = len(self.coupling), len(self.matrix)
+        last = jnp.arange(p) - self.first
+        tiled = jnp.tile(self.coupling, p // b)
+        return jnp.where((last >= 0) & (last < b), tiled, 0)
+
+    @property
+    def largest(self) -> Real[Array, ""]:
+        """The largest modulus of a node."""
+        return jnp.maximum(jnp.abs(self.nodes[0]), jnp.abs(self.nodes[-1]))
+
     def __neg__(self) -> "Compression":
-        return Compression(-self.matrix, -self.border, -self.nodes, self.vectors)
+        coupling, nodes = -self.coupling, -self.nodes
+        return Compression(-self.matrix, coupling, self.first, nodes, self.vectors)
 
 
 def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q"]:
     """T of one step more, chosen such that `end`, at or below the spectrum, is a node
     (Golub, SIAM Review 15, 1973, 318-334). Its linear system is solved by the eigenpairs
     of T."""
-    matrix, border = compression.matrix, compression.border
-    size = jnp.max(jnp.abs(compression.nodes)) + jnp.max(jnp.abs(border))
+    matrix, coupling = compression.matrix, compression.coupling
+    size = compression.largest + jnp.max(jnp.abs(coupling))
     floor = jnp.finfo(matrix.dtype).eps * size
     distances = jnp.maximum(compression.nodes - end, jnp.where(floor > 0, floor, 1))
-    last = jnp.matmul(border, compression.vectors, precision="highest")
+    rows = compression.first, len(coupling)
+    last = jax.lax.dynamic_slice_in_dim(compression.vectors, *rows)
+    last = jnp.matmul(coupling, last, precision="highest")
     corner = jnp.matmul(last, (last / distances).conj().T, precision="highest")
-    corner = corner + end * jnp.eye(len(border), dtype=matrix.dtype)
+    corner = corner + end * jnp.eye(len(coupling), dtype=matrix.dtype)
+    border = compression.border
     return jnp.block([[matrix, border.conj().T], [border, corner]])
 
 
@@ -86,9 +106,15 @@ def shorter(compression: Compression) -> Inexact[Array, "q q"]:
     matrix, border = compression.matrix, compression.border
     left_out = jnp.any(border != 0, axis=0)
     kept = jnp.where(left_out[:, None] | left_out, 0, matrix)
-    left_out = jnp.append(left_out, jnp.ones(len(border), bool))
     filling = jnp.where(left_out, matrix[0, 0], 0)
-    return jnp.pad(kept, (0, len(border))) + jnp.diag(filling)
+    return longer(kept + jnp.diag(filling), len(border))
+
+
+def longer(matrix: Inexact[Array, "p p"], b: int) -> Inexact[Array, "q q"]:
+    """T with b nodes more, without weight and inside the spectrum."""
+    at_end = jnp.arange(len(matrix) + b) >= len(matrix)
+    padded = jnp.pad(matrix, (0, b))
+    return jnp.where(jnp.diag(at_end), matrix[0, 0], padded)
 
 
 def apply_to_first(

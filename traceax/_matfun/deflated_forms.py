@@ -14,7 +14,8 @@ from .._sampler import AbstractSampler, draw_for
 from .deflation import Deflation
 from .functions import AbstractSpectralFunction
 from .lanczos import Lanczos
-from .quadratic_form import lower_end, QuadraticForm
+from .quadratic_form import QuadraticForm
+from .rules import lower_end
 from .steps import AdaptiveSteps, choose_steps, Steps
 
 

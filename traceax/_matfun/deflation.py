@@ -1,7 +1,6 @@
 """The trace of a function on a block Krylov space, which is deflated."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
@@ -10,13 +9,13 @@ from .._kernel.lanczos import BlockLanczos
 from .._kernel.quadrature import Compression
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
-    bracket_of,
     magnitude_of,
     slopes_at,
     unresolved_of,
     used_nodes,
     values_at,
 )
+from .rules import bracket_of, integral, other_nodes, other_rules
 
 
 class Seen(eqx.Module):
@@ -58,15 +57,12 @@ class Deflation(eqx.Module):
         eps: float,
     ) -> "Deflation":
         """Of `steps` steps, with the first `kept` blocks deflated."""
-        b, p = len(run.coupling), run.basis.shape[1]
-        border = jnp.zeros_like(run.coupling, shape=(b, p))
-        at = jnp.zeros_like(steps), (steps - 1) * b
-        border = jax.lax.dynamic_update_slice(border, run.coupling, at)
+        b = len(run.coupling)
         nodes, vectors = eigh(run.matrix)
         basis = run.basis[:, :width]
         present = (jnp.arange(width) < kept * b) & jnp.any(basis != 0, axis=0)
         weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
-        used = used_nodes(nodes, weights)
+        used = used_nodes(function, nodes, weights)
         values, slopes = values_at(function, used, eps), slopes_at(function, used, eps)
         size = magnitude_of(weights, nodes, values, slopes)
         value, deflated = jnp.sum(weights * values), basis * present
@@ -76,7 +72,8 @@ class Deflation(eqx.Module):
         # The sum may be small by chance.
         rounding = jnp.maximum(jnp.abs(jnp.sum(changes)), two_norm(changes))
         unresolved = unresolved_of(function, weights, used, values, eps)
-        compression = Compression(run.matrix, border, nodes, vectors)
+        parts = run.matrix, run.coupling, (steps - 1) * b, nodes, vectors
+        compression = Compression(*parts)
         sizes = size, rounding, unresolved
         return cls(compression, values, value, *sizes, deflated, present, run.basis)
 
@@ -92,20 +89,25 @@ class Deflation(eqx.Module):
     def bracket(
         self, function: AbstractSpectralFunction, lower: Real[Array, ""]
     ) -> Real[Array, "2"]:
-        return bracket_of(function, self.value, self.compression, self.present, lower)
+        nodes, vectors = eigh(other_rules(function, self.compression, lower))
+        nodes = other_nodes(function, nodes, lower)
+        values = function(nodes.ravel()).reshape(nodes.shape)
+        others = integral(values, vectors, self.present)
+        return bracket_of(function, self.value, others, self.compression.coupling)
 
     def left(
         self, function: AbstractSpectralFunction, eps: float
     ) -> Inexact[Array, "n w"]:
         weights = jnp.sum(jnp.abs(self.lead) ** 2, axis=0)
-        slopes = slopes_at(function, used_nodes(self.compression.nodes, weights), eps)
+        nodes = used_nodes(function, self.compression.nodes, weights)
+        slopes = slopes_at(function, nodes, eps)
         return self.whole @ ((self.compression.vectors * slopes) @ self.lead.conj().T)
 
     def seen(self, unit: Real[Array, ""]) -> Seen:
         """The norm is that of the deflated rows and columns, less the mean of f over the
         first block, which is random. This mean times n, or the deflated part if that is
         larger, stands for the trace. All is in units of `unit`."""
-        b, n = len(self.compression.border), len(self.basis)
+        b, n = len(self.compression.coupling), len(self.basis)
         first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
         values, value = self.values / unit, self.value / unit
         mean = jnp.sum(first * values) / b

@@ -99,9 +99,8 @@ class Action(eqx.Module):
             values = values_at(f, found.at[0].min(end), eps)
             return apply_to_first(found, basis, values)[: len(nodes)]
 
-        border = jnp.where(jnp.arange(len(nodes)) == run.last, edge, 0)
         matrix = tridiagonal(run.alpha, run.beta)
-        compression = Compression(matrix, border[None], nodes, vectors)
+        compression = Compression(matrix, edge[None, None], run.last, nodes, vectors)
         at_zero = f(jnp.zeros_like(nodes[:1]))
         defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
         below = jnp.where(defined, 0, nodes[0] / 2)
@@ -112,7 +111,7 @@ class Action(eqx.Module):
         rules = jnp.stack([*rules, shorter(compression)])
         ends = jnp.array([1, jnp.inf, jnp.inf], edge.dtype).at[0].set(below)
         others = jax.lax.map(lambda rule: first(*rule), (rules, ends))
-        again = first(tridiagonal(run.alpha, jnp.append(run.projected, 0)))
+        again = first(tridiagonal(run.alpha, run.projected))
         reference = apply_to_first(nodes, vectors, values_at(f, nodes, eps))
         truncated = jnp.where(edge > 0, 2 * (others - reference), 0)
         slopes = slopes_at(f, nodes, eps)

@@ -6,19 +6,18 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
-from .._kernel.dense import svd
+from .._kernel.dense import eigh, svd
 from .._kernel.frechet import divided_differences, few_pairs
 from .._kernel.golub_kahan import (
     golub_kahan_advance,
     golub_kahan_run,
     golub_kahan_start,
 )
-from .._kernel.lanczos import unit
+from .._kernel.gram_schmidt import unit
 from .._kernel.quadrature import Compression, radau_factor, tridiagonal
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
-    bracket_of,
     combine,
     deviation_of,
     magnitude_of,
@@ -27,6 +26,7 @@ from .quadratic_form import (
     unresolved_of,
     values_at,
 )
+from .rules import bracket_of, integral, other_rules
 
 
 class GolubKahan(AbstractKrylovMethod):
@@ -129,8 +129,8 @@ class GolubKahan(AbstractKrylovMethod):
             known = jnp.maximum(jnp.minimum(bound, nodes[-1]), lower)
             # A bound that is above a Ritz value is none.
             lower = jnp.where(bound - nodes[-1] > 8 * eps, lower, known)
-        border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
         if function.bracketed:
+            border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
             factor = _bidiagonal(diagonal, above[:-1])
             _, longer, rows = svd(radau_factor(factor, border, u, nodes, lower))
             others = function(unit_of * longer.at[-1].set(lower))
@@ -143,10 +143,12 @@ class GolubKahan(AbstractKrylovMethod):
             def of_squares(squares):
                 return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
-            edge = (diagonal[run.last] * border)[None]
-            squared = Compression(tridiagonal(alpha, beta), edge, nodes**2, vh.T)
-            parts = value, squared, jnp.ones(1, bool), lower**2, of_squares
-            bracket = bracket_of(function, *parts, factor=square)
+            edge = (diagonal[run.last] * above[-1:])[None]
+            parts = tridiagonal(alpha, beta), edge, run.last, nodes**2, vh.T
+            squared = Compression(*parts)
+            squares, rows = eigh(other_rules(function, squared, lower**2))
+            others = integral(of_squares(squares), rows, jnp.ones(1, bool))
+            bracket = bracket_of(function, value, others, edge, square)
 
         slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")

@@ -8,23 +8,24 @@ from .._checks import check_window, plain_integer
 from .._flat import FlatOperator
 from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences, few_pairs
-from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start, unit
-from .._kernel.quadrature import apply_to_first, Compression, tridiagonal
+from .._kernel.gram_schmidt import unit
+from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start
+from .._kernel.quadrature import apply_to_first, Compression, longer, tridiagonal
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
-    bracket_of,
     combine,
     deviation_of,
-    integral,
-    lower_end,
+    inside,
     magnitude_of,
     QuadraticForm,
     slopes_at,
     unresolved_of,
     used_nodes,
     values_at,
+    with_poles,
 )
+from .rules import bracket_of, integral, lower_end, other_nodes, other_rules, roundoff
 
 
 class Lanczos(AbstractKrylovMethod):
@@ -121,22 +122,26 @@ class Lanczos(AbstractKrylovMethod):
         eps, run = operator.eps, lanczos_run(state, steps)
         matrix = tridiagonal(run.alpha, run.beta)
         nodes, vectors = eigh(matrix)
-        square, first = run.norm**2, jnp.ones(1, bool)
-        weights = vectors[0] ** 2
-        used = used_nodes(nodes, weights)
+        square, weights = run.norm**2, vectors[0] ** 2
+        used = used_nodes(function, nodes, weights)
         values = values_at(function, used, eps)
         value = jnp.sum(weights * values)
-        # Apart from the first one, so that a call of which only the value is used is
-        # compiled without.
-        again = tridiagonal(run.alpha, jnp.append(run.projected, 0))
-        moved = lambda x: values_at(function, x + run.neglected, eps)  # noqa: E731
-        again = integral(moved, eigh(again), first)
 
-        border = jnp.where(jnp.arange(len(nodes)) == run.last, run.beta[-1], 0)
-        compression = Compression(matrix, border[None], nodes, vectors)
+        coupling = run.beta[-1:, None]
+        compression = Compression(matrix, coupling, run.last, nodes, vectors)
         lower = lower_end(function, compression, lower_bound, eps)
-        known = {"largest": largest, "factor": square}
-        bracket = bracket_of(function, value, compression, first, lower, **known)
+        # All further rules together, which compiles faster; but not with the first one,
+        # so that a call of which only the value is used does without.
+        rules = other_rules(function, compression, lower, largest)
+        again = longer(tridiagonal(run.alpha, run.projected), 1)
+        further, directions = eigh(jnp.concatenate([rules, again[None]]))
+        bounds = other_nodes(function, further[:-1], lower)
+        moved = further[-1] + run.neglected
+        inner = inside(function, moved, roundoff(compression.largest, eps))
+        others = function(jnp.append(bounds, inner)).reshape(further.shape)
+        others = others.at[-1].set(with_poles(function, moved, others[-1]))
+        *others, again = integral(others, directions, jnp.ones(1, bool))
+        bracket = bracket_of(function, value, jnp.stack(others), coupling, square)
 
         slopes = slopes_at(function, used, eps)
         slope = apply_to_first(nodes, vectors, slopes)

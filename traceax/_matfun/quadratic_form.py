@@ -1,21 +1,18 @@
 """Quadratic forms `z* f(A) z` from a Krylov method, their brackets, and the effect of
 rounding."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._flat import FlatOperator
-from .._kernel.dense import eigh, two_norm
-from .._kernel.lanczos import unit
-from .._kernel.quadrature import Compression, radau, shorter
+from .._kernel.gram_schmidt import unit
 from .._kernel.small_matrix import least_seen, with_pole
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
+from .rules import finite, roundoff
 
 
 class QuadraticForm(eqx.Module):
@@ -43,7 +40,7 @@ class QuadraticForm(eqx.Module):
         the Hessenberg matrix, between which the real parts of its eigenvalues are. Of
         several operators `(r, 2)`.
     - `spread`: about the standard deviation of the form over z where one z tells it, in
-        the root mean square; elsewhere 0.
+        the root mean square; elsewhere `None`.
     """
 
     value: Inexact[Array, ""]
@@ -56,7 +53,7 @@ class QuadraticForm(eqx.Module):
     rounding: Inexact[Array, ""]
     extremes: Real[Array, "*r 2"]
     unresolved: Real[Array, ""] | float = 0.0
-    spread: Real[Array, ""] | float = 0.0
+    spread: Real[Array, ""] | None = None
 
 
 def deviation_of(
@@ -73,17 +70,43 @@ def values_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
 ) -> Real[Array, " s"]:
     """The function at Ritz values, which rounding may have moved out of its domain."""
+    within = inside(function, nodes, roundoff(jnp.max(jnp.abs(nodes)), eps))
+    return with_poles(function, nodes, function(within))
+
+
+def inside(
+    function: AbstractSpectralFunction, nodes: Real[Array, " s"], least: Real[Array, ""]
+) -> Real[Array, " s"]:
+    """The nodes, those outside of the domain raised to it, or to what is at `least` told
+    from zero."""
     if not function.semidefinite_domain:
-        values = function(nodes)
-        return values if function.bracketed else with_pole(function, nodes, values)
-    lowest = roundoff(nodes, eps) if function.singular_at_zero else 0
-    return function(jnp.maximum(nodes, lowest))
+        return nodes
+    return jnp.maximum(nodes, least if function.singular_at_zero else 0)
 
 
-def used_nodes(nodes: Real[Array, " s"], weights: Real[Array, " s"]) -> Real[Array, " s"]:
-    """The nodes, but one that has weight in the place of those without: after a breakdown
-    these need not be in the domain of a function."""
-    return jnp.where(weights > 0, nodes, nodes[jnp.argmax(weights)])
+def with_poles(
+    function: AbstractSpectralFunction,
+    nodes: Real[Array, " s"],
+    values: Real[Array, " s"],
+) -> Real[Array, " s"]:
+    """The values there, infinite at what may be a pole of a function of which nothing is
+    known."""
+    if function.semidefinite_domain or function.bracketed:
+        return values
+    return with_pole(function, nodes, values)
+
+
+def used_nodes(
+    function: AbstractSpectralFunction,
+    nodes: Real[Array, " s"],
+    weights: Real[Array, " s"],
+) -> Real[Array, " s"]:
+    """The nodes, ascending. After a breakdown those without weight are anywhere between
+    the others, and may be a pole: then one that has weight takes their place."""
+    if function.semidefinite_domain:
+        return nodes
+    largest = jnp.max(jnp.where(weights > 0, nodes, nodes[0]))
+    return jnp.where(weights > 0, nodes, largest)
 
 
 def slopes_at(
@@ -92,7 +115,8 @@ def slopes_at(
     """Its derivative there."""
     if not function.semidefinite_domain:
         return function.derivative(nodes)
-    return function.derivative(jnp.maximum(nodes, roundoff(nodes, eps)))
+    least = roundoff(jnp.max(jnp.abs(nodes)), eps)
+    return function.derivative(jnp.maximum(nodes, least))
 
 
 def magnitude_of(
@@ -173,14 +197,8 @@ def subgradients_at(
     slopes = slopes_at(function, nodes, eps)
     if function.singular_at_zero or not function.of_singular_values:
         return slopes
-    return jnp.where(nodes > roundoff(nodes, eps), slopes, 0)
-
-
-def roundoff(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
-    """The size below which a Ritz value may be a rounding error of the products, and is
-    raised to it."""
-    largest = jnp.max(jnp.abs(nodes))
-    return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
+    least = roundoff(jnp.max(jnp.abs(nodes)), eps)
+    return jnp.where(nodes > least, slopes, 0)
 
 
 def span(
@@ -219,7 +237,7 @@ def outside_domain(
         # Errors of the products move all singular values by so much (Weyl's inequality).
         least = operator.eps * size
         if not function.of_singular_values:
-            least = roundoff(extremes, operator.eps)
+            least = roundoff(size, operator.eps)
         return smallest <= jnp.maximum(least, least_seen(size))
     if real and function.semidefinite_domain:
         return smallest < -operator.rounding * size
@@ -265,95 +283,6 @@ def check_precision(
     hidden = jnp.maximum((std_err + width) / 2, 0.02 * magnitude)
     lost = (rounding > large) | (unresolved > hidden)
     return failure(lost, RESULTS.precision_lost)
-
-
-def lower_end(
-    function: AbstractSpectralFunction,
-    compression: Compression,
-    lower_bound: Real[Array, ""] | float | None,
-    eps: float,
-) -> Real[Array, ""]:
-    """A number that is taken to be at or below the smallest eigenvalue. For a function
-    that is defined on all reals, an operator is assumed to be positive if its Ritz values
-    are."""
-    nodes, singular = compression.nodes, function.singular_at_zero
-    lower = roundoff(nodes, eps) if singular else jnp.zeros_like(nodes[0])
-    if not function.semidefinite_domain:
-        beyond = nodes[0] - two_norm(compression.border)
-        lower = jnp.where(nodes[0] > 0, roundoff(nodes, eps), beyond)
-    if lower_bound is None:
-        return lower
-    bound = jnp.asarray(lower_bound, nodes.dtype)
-    known = jnp.minimum(bound, nodes[0])
-    # Rounding may leave a Ritz value below the domain.
-    known = jnp.maximum(known, lower) if function.semidefinite_domain else known
-    # A bound that is above a Ritz value is none.
-    wrong = bound - nodes[0] > 8 * eps * jnp.max(jnp.abs(nodes))
-    return jnp.where(wrong, lower, known)
-
-
-def integral(
-    values: Callable[[Real[Array, " p"]], Real[Array, " p"]],
-    eigenpairs: tuple[Real[Array, " p"], Inexact[Array, "p p"]],
-    measured: Bool[Array, " w"],
-) -> Real[Array, ""]:
-    """The sum of diagonal entries of `values(T)`, T with these eigenpairs: of those among
-    the first that are `measured`. Values without weight may be infinite."""
-    nodes, vectors = eigenpairs
-    lead = vectors[: len(measured)] * measured[:, None]
-    weights = jnp.sum(jnp.abs(lead) ** 2, axis=0)
-    return jnp.sum(jnp.where(weights > 0, weights * values(nodes), 0))
-
-
-def bracket_of(
-    function: AbstractSpectralFunction,
-    value: Real[Array, ""],
-    compression: Compression,
-    measured: Bool[Array, " w"],
-    lower: Real[Array, ""],
-    at_nodes: Callable[[Real[Array, " p"]], Real[Array, " p"]] | None = None,
-    largest: Real[Array, ""] | float = -jnp.inf,
-    factor: Real[Array, ""] | float = 1.0,
-) -> Real[Array, "2"]:
-    """Lower and upper bound of the form whose Gauss rule is `value`, and which is to be
-    multiplied by a `factor`; `lower` is a lower bound of the spectrum, and `largest` an
-    eigenvalue that is certain to exist. `at_nodes` are the values of the function at the
-    nodes, if they are known.
-
-    Where no bound is proven, the truth is taken to be within twice the largest
-    difference from three other rules: Gauss-Radau at either end, and Gauss with one step
-    less. A rule with a node outside of the domain is left out. Where Lanczos broke down,
-    only rounding is left."""
-
-    def values(nodes):
-        if at_nodes is not None:
-            return at_nodes(nodes)
-        return function(jnp.maximum(nodes, lower) if in_domain else nodes)
-
-    in_domain = function.semidefinite_domain
-    below = radau(compression, lower)
-    if function.bracketed:
-        exactly = lambda nodes: values(nodes.at[0].set(lower))  # noqa: E731
-        other = integral(exactly, eigh(below), measured)
-        return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-    rest = two_norm(compression.border)
-    upper = jnp.maximum(jnp.max(compression.nodes) + rest, largest)
-    above = -radau(-compression, -upper)
-    rules = eigh(jnp.stack([below, above, shorter(compression)]))
-    others = jax.vmap(lambda rule: integral(values, rule, measured))(rules)
-    differences = jnp.abs(others - value)
-    differences = jnp.where((rest > 0) & ~jnp.isnan(differences), differences, 0)
-    error = finite(2 * jnp.max(differences), factor)
-    low, high = value - error, value + error
-    if function.nonnegative:
-        low = jnp.maximum(low, jnp.minimum(value, 0))
-    return jnp.stack([low, high])
-
-
-def finite(error: Real[Array, ""], factor: Real[Array, ""] | float) -> Real[Array, ""]:
-    """An error that is to be multiplied by a `factor`, and not infinite then, so that
-    moments of such errors are defined."""
-    return jnp.minimum(error, jnp.finfo(error.dtype).max / (8 * jnp.maximum(factor, 1)))
 
 
 def combine(

@@ -18,10 +18,14 @@ from .quadratic_form import check_domain, check_precision, QuadraticForm, span
 from .steps import Steps
 
 
+_SPREAD = 5  # the place of the spread among the errors
+
+
 class FormMoments(eqx.Module):
     """`Moments` of quadratic forms, and of what is known of their errors: lower and upper
-    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads.
-    Devices send each other all that is stored, and so the count once."""
+    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads
+    where there are any. Devices send each other all that is stored, and so the count
+    once."""
 
     forms: Moments
     uncounted: Moments
@@ -30,7 +34,7 @@ class FormMoments(eqx.Module):
     def of(
         cls,
         samples: Inexact[Array, " m"],
-        errors: Real[Array, "m 6"],
+        errors: Real[Array, "m e"],
         valid: Bool[Array, " m"],
     ) -> "FormMoments":
         return cls(
@@ -55,24 +59,26 @@ class FormMoments(eqx.Module):
         return self.forms.mean
 
     @property
-    def mean_errors(self) -> Real[Array, "6"]:
+    def mean_errors(self) -> Real[Array, " e"]:
         return self.uncounted.center[0]
 
     def std_err(self) -> Real[Array, ""]:
         return jnp.maximum(self.forms.std_err(), self._least_std_err)
 
     @property
-    def _least_std_err(self) -> Real[Array, ""]:
+    def _least_std_err(self) -> Real[Array, ""] | float:
         """What follows from the spreads."""
+        if len(self.mean_errors) <= _SPREAD:
+            return 0.0
         errors, count = self.errors, jnp.maximum(self.count, 1)
-        variance = errors.squares[0, -1] / count
-        spread = jnp.hypot(errors.center[0, -1], errors.unit[-1] * jnp.sqrt(variance))
+        deviation = errors.unit[_SPREAD] * jnp.sqrt(errors.squares[0, _SPREAD] / count)
+        spread = jnp.hypot(errors.center[0, _SPREAD], deviation)
         return spread / jnp.sqrt(count)
 
     def bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
         """Bounds of the mean of the forms, each with its standard error, with an error
         `common` to all."""
-        low, high, rounding, _, unresolved, _ = self.mean_errors
+        low, high, rounding, _, unresolved, *_ = self.mean_errors
         std_errs = jnp.maximum(self.errors.std_err(), self._least_std_err)
         low_std_err, high_std_err, *_ = jnp.hypot(std_errs, common)
         low, high = low - rounding - unresolved, high + rounding + unresolved
@@ -105,10 +111,10 @@ def stream_forms(
         one, probe = form(flat.frozen, index)
         frame = gradient.frame(function, one.left.T, one.right.T, probe[:, None])
         value = attach(flat, one.value, frame, execution=Local())
-        rounding, magnitude = jnp.abs(one.rounding), one.magnitude
-        beside = jnp.stack([rounding, magnitude, one.unresolved, one.spread])
-        errors = jnp.append(one.bracket, beside)
-        return value, (errors, one.extremes, one.residual)
+        errors = [*one.bracket, jnp.abs(one.rounding), one.magnitude, one.unresolved]
+        if one.spread is not None:
+            errors.append(one.spread)
+        return value, (jnp.stack(errors), one.extremes, one.residual)
 
     def reduce(outs, valid):
         samples, (errors, extremes, _) = outs
@@ -142,7 +148,7 @@ def estimate_of_forms(
     `common` is a rounding error that all samples share."""
     moments = streamed.summary[0]
     sample_errors, _, residuals = streamed.others
-    low, high, rounding, magnitude, unresolved, _ = moments.mean_errors
+    low, high, rounding, magnitude, unresolved, *_ = moments.mean_errors
     extra = {"gradient_residual": residuals, "ritz_values": extremes}
     if function.bracketed:
         extra["sample_brackets"] = sample_errors[:, :2]
