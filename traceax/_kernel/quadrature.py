@@ -74,8 +74,7 @@ def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q
     last = jnp.matmul(coupling, last, precision="highest")
     corner = jnp.matmul(last, (last / distances).conj().T, precision="highest")
     corner = corner + end * jnp.eye(len(coupling), dtype=matrix.dtype)
-    border = compression.border
-    return jnp.block([[matrix, border.conj().T], [border, corner]])
+    return bordered(matrix, compression.border, corner)
 
 
 def radau_factor(
@@ -112,9 +111,19 @@ def shorter(compression: Compression) -> Inexact[Array, "q q"]:
 
 def longer(matrix: Inexact[Array, "p p"], b: int) -> Inexact[Array, "q q"]:
     """T with b nodes more, without weight and inside the spectrum."""
-    at_end = jnp.arange(len(matrix) + b) >= len(matrix)
-    padded = jnp.pad(matrix, (0, b))
-    return jnp.where(jnp.diag(at_end), matrix[0, 0], padded)
+    border = jnp.zeros_like(matrix, shape=(b, len(matrix)))
+    return bordered(matrix, border, matrix[0, 0] * jnp.eye(b, dtype=matrix.dtype))
+
+
+def bordered(
+    matrix: Inexact[Array, "p p"],
+    border: Inexact[Array, "b p"],
+    corner: Inexact[Array, "b b"],
+) -> Inexact[Array, "q q"]:
+    """A Hermitian matrix with further rows and columns."""
+    below = jnp.concatenate([border, corner], axis=1)
+    beside = jnp.concatenate([matrix, border.conj().T], axis=1)
+    return jnp.concatenate([beside, below])
 
 
 def apply_to_first(
