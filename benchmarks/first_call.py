@@ -5,9 +5,10 @@
     python benchmarks/first_call.py
 
 CPU seconds of the first call, with and without its gradient, on a dense float32 operator
-(n = 300): estimators with 60 products, log-determinants of 20 probes and steps. Medians
-of three processes; those of traceax 1.0.2, or for a log-determinant matfree's; the ratio,
-and that to Hutchinson of 1.0.2; and ours with the older emitters of XLA:CPU.
+(n = 300): estimators with 60 products, log-determinants of 20 probes and steps. The least
+of three processes that alternate with those of the others, since other work on a machine
+only adds to it; that of traceax 1.0.2, or for a log-determinant matfree's; the ratio, and
+that to Hutchinson of 1.0.2; and ours with the older emitters of XLA:CPU.
 """
 
 import os
@@ -75,31 +76,33 @@ def first_call(name: str, package: str, kind: str) -> None:
     print(time.process_time() - start)
 
 
-def in_process(name: str, package: str, kind: str, flags: str = "") -> float:
-    """The median of three processes."""
+def in_process(name: str, package: str, kind: str, flags: str) -> float:
     folder = RELEASED if package == "released" else RELEASED.parent
     command = [sys.executable, __file__, name, package, kind]
     environment = os.environ | {"PYTHONPATH": str(folder), "XLA_FLAGS": flags}
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run(
-            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
-        )
-        seconds.append(float(done.stdout))
-    return sorted(seconds)[1]
+    output = subprocess.check_output(command, env=environment, text=True)
+    return float(output)
+
+
+def least(calls: list[tuple[str, str, str, str]]) -> list[float]:
+    """Of each of the calls, which take turns."""
+    rounds = [[in_process(*call) for call in calls] for _ in range(3)]
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def main() -> None:
     print("| first call, CPU seconds | ours | theirs | ratio | to Hutchinson | older |")
     print("|---|---|---|---|---|---|")
     for kind in ("value", "gradient"):
-        hutchinson = in_process("Hutchinson", "released", kind)
+        (hutchinson,) = least([("Hutchinson", "released", kind, "")])
         for name in [*ESTIMATORS, *LOGDETS, *ADAPTIVE]:
-            ours, older = (in_process(name, "ours", kind, flag) for flag in ("", OLDER))
-            theirs, ratio = "-", "-"
+            calls = [(name, "ours", kind, ""), (name, "ours", kind, OLDER)]
             if name not in ADAPTIVE:
                 peer = "matfree" if name in LOGDETS else "released"
-                seconds = in_process(name, peer, kind)
+                calls.append((name, peer, kind, ""))
+            ours, older, *others = least(calls)
+            theirs, ratio = "-", "-"
+            for seconds in others:
                 theirs, ratio = f"{seconds:.2f}", f"{ours / seconds:.2f}"
             label = name if kind == "value" else f"{name}, gradient"
             cells = [label, f"{ours:.2f}", theirs, ratio, f"{ours / hutchinson:.2f}"]
