@@ -70,15 +70,20 @@ def values_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
 ) -> Real[Array, " s"]:
     """The function at Ritz values, which rounding may have moved out of its domain."""
-    within = inside(function, nodes, roundoff(jnp.max(jnp.abs(nodes)), eps))
-    return with_poles(function, nodes, function(within))
+    return with_poles(
+        function, nodes, function(inside(function, nodes, _least(nodes, eps)))
+    )
+
+
+def _least(nodes: Real[Array, " s"], eps: float) -> Real[Array, ""]:
+    return roundoff(jnp.max(jnp.abs(nodes)), eps)
 
 
 def inside(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], least: Real[Array, ""]
 ) -> Real[Array, " s"]:
-    """The nodes, those outside of the domain raised to it, or to what is at `least` told
-    from zero."""
+    """The nodes, those outside of the domain raised to it: to 0, or if that is outside
+    too, to the `least` number that is told from 0."""
     if not function.semidefinite_domain:
         return nodes
     return jnp.maximum(nodes, least if function.singular_at_zero else 0)
@@ -115,8 +120,7 @@ def slopes_at(
     """Its derivative there."""
     if not function.semidefinite_domain:
         return function.derivative(nodes)
-    least = roundoff(jnp.max(jnp.abs(nodes)), eps)
-    return function.derivative(jnp.maximum(nodes, least))
+    return function.derivative(jnp.maximum(nodes, _least(nodes, eps)))
 
 
 def magnitude_of(
@@ -197,8 +201,7 @@ def subgradients_at(
     slopes = slopes_at(function, nodes, eps)
     if function.singular_at_zero or not function.of_singular_values:
         return slopes
-    least = roundoff(jnp.max(jnp.abs(nodes)), eps)
-    return jnp.where(nodes > least, slopes, 0)
+    return jnp.where(nodes > _least(nodes, eps), slopes, 0)
 
 
 def span(
