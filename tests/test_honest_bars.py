@@ -279,6 +279,31 @@ def test_moments_of_long_samples(m):
     assert np.allclose(moments.skewness, skewness)
 
 
+@pytest.mark.parametrize("scale", [1e-33, 1.0, 1e37])
+@pytest.mark.parametrize(("first", "invalid"), [(40, []), (40, [0, 5, 49]), (50, [0])])
+def test_moments_merge_at_any_scale(scale, first, invalid):
+    """In float32, near the smallest and the largest number, of more samples than are
+    added in one piece; the last one or two sets of them are empty."""
+    samples = np.random.default_rng(0).standard_normal(50) ** 2 - 2
+    samples = (scale * samples).astype(np.float32)
+    index = np.arange(50)
+    valid = ~np.isin(index, invalid)
+    sets = np.stack([valid & (index < first), valid & (index >= first), index < 0])
+
+    @jax.jit
+    def merged(samples, sets):
+        return Moments.merge(jax.vmap(lambda some: Moments.of(samples, some))(sets))
+
+    moments, kept = merged(samples, sets), samples[valid].astype(float)
+    m, deviations = len(kept), (kept - np.mean(kept)) / scale
+    square, cube = np.sum(deviations**2), np.sum(deviations**3)
+    std_err = scale * (square / (m * (m - 1))) ** 0.5
+    assert moments.count == m
+    assert np.allclose(moments.mean, np.mean(kept), rtol=1e-5, atol=1e-5 * scale)
+    assert np.allclose(moments.independent_std_err, std_err, rtol=1e-5, atol=0)
+    assert np.allclose(moments.skewness, m**0.5 * np.abs(cube) / square**1.5, rtol=1e-4)
+
+
 def test_bars_of_parts_that_fall_fast_with_each_probe():
     """Those of leaf traces, of which a single leaf is the trace."""
     structure = {

@@ -1,10 +1,13 @@
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
+
+from ._reduce import reduce_together
 
 
 class Moments(eqx.Module):
@@ -12,11 +15,12 @@ class Moments(eqx.Module):
 
     Samples may be arrays, of shape `q`: all but the count is for each of their entries.
     Complex samples are pairs of real ones, along the axis c. Sums are in units of the
-    largest deviation, so that nothing overflows or underflows before the samples do.
+    size of deviations, so that nothing overflows or underflows before the samples do.
 
     - `count`: how many samples there are, shape `()`.
     - `center`: their mean, shape `(c, *q)`, with c = 1, or 2 for complex samples.
-    - `unit`: the largest deviation from it, shape `q`.
+    - `unit`: a size that no deviation from it is twice of, the largest one from the first
+        sample, shape `q`.
     - `squares`, `cubes`: sums of powers of deviations in that unit, shape `(c, *q)`; no
         `cubes` where the samples are not skewed.
     """
@@ -25,7 +29,7 @@ class Moments(eqx.Module):
     center: Real[Array, "*parts_c_q"]
     unit: Real[Array, "*parts_q"]
     squares: Real[Array, "*parts_c_q"]
-    cubes: Real[Array, "*parts_c_q"] | None
+    cubes: Real[Array, "*parts_c_q"] | None = None
 
     @classmethod
     def of(
@@ -77,25 +81,24 @@ class Moments(eqx.Module):
             return jax.tree.map(lambda x: x[0], parts)
         skewed = parts.cubes is not None
         between = cls._of_points(parts.count, parts.center, skewed)
-        unit = jnp.maximum(
-            between.unit, _over_first(jnp.maximum, lambda x: x, parts.unit)
-        )
-        ratio = _in_units(between.unit, unit)
+        (largest,) = _over_first(lambda x: (x,), parts.unit, [jax.lax.max])
+        unit = jnp.maximum(between.unit, largest)
 
-        def square(part):
-            return part.squares * _in_units(part.unit, unit) ** 2
-
-        def cube(part):
+        def powers(part):
             ratio = _in_units(part.unit, unit)
+            square = part.squares * ratio**2
+            if not skewed:
+                return (square,)
             moved = jnp.where(part.count > 0, part.center - between.center, 0)
-            moved = _in_units(moved, unit)
-            return part.cubes * ratio**3 + 3 * moved * part.squares * ratio**2
+            cube = part.cubes * ratio**3 + 3 * _in_units(moved, unit) * square
+            return square, cube
 
-        squares = between.squares * ratio**2 + _over_first(jnp.add, square, parts)
-        cubes = between.cubes
-        if cubes is not None:
-            cubes = cubes * ratio**3 + _over_first(jnp.add, cube, parts)
-        return cls(between.count, between.center, unit, squares, cubes)
+        ratio = _in_units(between.unit, unit)
+        squares, *cubes = _over_first(powers, parts)
+        squares = squares + between.squares * ratio**2
+        if between.cubes is not None:
+            cubes = [cubes[0] + between.cubes * ratio**3]
+        return cls(between.count, between.center, unit, squares, *cubes)
 
     @classmethod
     def _of_points(
@@ -107,23 +110,23 @@ class Moments(eqx.Module):
         # Where all samples are alike, the first one is exactly their mean.
         pivot = jnp.where(present[0], points[0], 0)
 
-        def offset(part):
+        def about_pivot(part):
             share, point = part
-            return share * (point - pivot)
+            offset = point - pivot
+            return share * offset, jnp.where(share > 0, jnp.abs(offset), 0)
 
-        center = pivot + _over_first(jnp.add, offset, (share, points))
-        points = jnp.where(_beside(present, points), points, center)
-        largest = _over_first(jnp.maximum, lambda x: jnp.abs(x - center), points)
-        unit = jnp.max(largest, axis=0)
+        operations = jax.lax.add, jax.lax.max
+        offset, largest = _over_first(about_pivot, (share, points), operations)
+        center, unit = pivot + offset, jnp.max(largest, axis=0)
 
-        def power(exponent):
-            def one(part):
-                count, point = part
-                return count * _in_units(point - center, unit) ** exponent
+        def powers(part):
+            count, point = part
+            deviation = _in_units(jnp.where(count > 0, point - center, 0), unit)
+            square = count * deviation**2
+            return (square, square * deviation) if skewed else (square,)
 
-            return _over_first(jnp.add, one, (count, points))
-
-        return cls(total, center, unit, power(2), power(3) if skewed else None)
+        squares, *cubes = _over_first(powers, (count, points))
+        return cls(total, center, unit, squares, *cubes)
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
@@ -244,22 +247,24 @@ _SHORT, _LARGE = 8, 1024
 
 
 def _over_first(
-    combine: Callable[[Array, Array], Array],
-    fn: Callable[[PyTree[Array]], Array],
+    fn: Callable[[PyTree[Array]], tuple[Array, ...]],
     parts: PyTree[Real[Array, "m ..."]],
-) -> Array:
-    """What `fn` makes of each of the stacked `parts`, combined."""
+    operations: Iterable[Callable[[Array, Array], Array]] = repeat(jax.lax.add),
+) -> Sequence[Array]:
+    """The arrays that `fn` makes of each of the stacked `parts`, combined as in
+    `reduce_together`."""
     leaves, tree = jax.tree.flatten(parts)
     num_parts = len(leaves[0])
     if max(leaf.size for leaf in leaves) < num_parts * _LARGE:
-        return combine.reduce(jax.vmap(fn)(parts), axis=0)  # pyright: ignore
+        return reduce_together(jax.vmap(fn)(parts), operations)
+
+    def add(total, part):
+        pairs = zip(operations, total, fn(part), strict=False)
+        return tuple(op(x, y) for op, x, y in pairs), None
+
     if num_parts > _SHORT:
-
-        def add(total, part):
-            return combine(total, fn(part)), None
-
         first = jax.tree.map(lambda x: x[0], parts)
         rest = jax.tree.map(lambda x: x[1:], parts)
         return jax.lax.scan(add, fn(first), rest)[0]
-    one_by_one = zip(*map(list, leaves), strict=True)
-    return ft.reduce(combine, (fn(tree.unflatten(part)) for part in one_by_one))
+    first, *rest = map(tree.unflatten, zip(*map(list, leaves), strict=True))
+    return ft.reduce(lambda total, part: add(total, part)[0], rest, fn(first))

@@ -92,7 +92,8 @@ def lanczos_start(
     num_buffers = -(-most // _BUFFER) if window is None else 1
     sizes = [most // num_buffers + (i < most % num_buffers) for i in range(num_buffers)]
     return LanczosState(
-        carry=(vector, jnp.zeros_like(vector), zero, zero),
+        # No part of a vector before the first one is taken off, whatever it is.
+        carry=(vector, vector, zero, zero),
         buffers=tuple(jnp.zeros_like(start, shape=(m, start.shape[0])) for m in sizes),
         entries=jnp.zeros_like(norm, shape=(most, 4)),
         norm=norm,

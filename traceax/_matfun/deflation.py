@@ -9,13 +9,13 @@ from .._kernel.lanczos import BlockLanczos
 from .._kernel.quadrature import Compression
 from .functions import AbstractSpectralFunction
 from .quadratic_form import (
-    magnitude_of,
+    gauss_rule,
     slopes_at,
     unresolved_of,
     used_nodes,
     values_at,
 )
-from .rules import bracket_of, integral, other_nodes, other_rules
+from .rules import bracket_of, integrals, other_nodes, other_rules
 
 
 class Seen(eqx.Module):
@@ -64,8 +64,7 @@ class Deflation(eqx.Module):
         weights = jnp.sum(jnp.abs(vectors[:width] * present[:, None]) ** 2, axis=0)
         used = used_nodes(function, nodes, weights)
         values, slopes = values_at(function, used, eps), slopes_at(function, used, eps)
-        size = magnitude_of(weights, nodes, values, slopes)
-        value, deflated = jnp.sum(weights * values), basis * present
+        value, size = gauss_rule(weights, nodes, values, slopes)
         again, others = eigh(run.again)
         again = values_at(function, again + run.neglected, eps)
         changes = _diagonal(again, others, present) - _diagonal(values, vectors, present)
@@ -74,8 +73,9 @@ class Deflation(eqx.Module):
         unresolved = unresolved_of(function, weights, used, values, eps)
         parts = run.matrix, run.coupling, (steps - 1) * b, nodes, vectors
         compression = Compression(*parts)
-        sizes = size, rounding, unresolved
-        return cls(compression, values, value, *sizes, deflated, present, run.basis)
+        numbers = value, size, rounding, unresolved
+        deflated = basis * present
+        return cls(compression, values, *numbers, deflated, present, run.basis)
 
     def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         for _ in range(2):
@@ -91,8 +91,7 @@ class Deflation(eqx.Module):
     ) -> Real[Array, "2"]:
         nodes, vectors = eigh(other_rules(function, self.compression, lower))
         nodes = other_nodes(function, nodes, lower)
-        values = function(nodes.ravel()).reshape(nodes.shape)
-        others = integral(values, vectors, self.present)
+        others = integrals(map(function, nodes), vectors, self.present)
         return bracket_of(function, self.value, others, self.compression.coupling)
 
     def left(

@@ -20,13 +20,13 @@ from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
     combine,
     deviation_of,
-    magnitude_of,
+    gauss_rule,
     QuadraticForm,
     subgradients_at,
     unresolved_of,
     values_at,
 )
-from .rules import bracket_of, integral, other_rules
+from .rules import bracket_of, integrals, other_rules
 
 
 class GolubKahan(AbstractKrylovMethod):
@@ -116,10 +116,13 @@ class GolubKahan(AbstractKrylovMethod):
         def gauss(diagonal, above):
             u, s, vh = svd(_bidiagonal(diagonal, above))
             values = values_at(function, s, eps)
-            return jnp.sum(vh[:, 0] ** 2 * values), values, (u, s, vh)
+            slopes = subgradients_at(function, s, eps)
+            rule = gauss_rule(vh[:, 0] ** 2, s, values, slopes)
+            return rule, values, slopes, (u, s, vh)
 
-        value, values, (u, s, vh) = gauss(run.diagonal, run.above[:-1])
-        again, *_ = gauss(run.projected_diagonal, run.projected_above)
+        settings = run.diagonal, run.above[:-1]
+        (value, magnitude), values, slopes, (u, s, vh) = gauss(*settings)
+        (again, _), *_ = gauss(run.projected_diagonal, run.projected_above)
         # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
@@ -147,10 +150,9 @@ class GolubKahan(AbstractKrylovMethod):
             parts = tridiagonal(alpha, beta), edge, run.last, nodes**2, vh.T
             squared = Compression(*parts)
             squares, rows = eigh(other_rules(function, squared, lower**2))
-            others = integral(of_squares(squares), rows, jnp.ones(1, bool))
+            others = integrals(map(of_squares, squares), rows, jnp.ones(1, bool))
             bracket = bracket_of(function, value, others, edge, square)
 
-        slopes = subgradients_at(function, s, eps)
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
         _, size = unit(vh[:, 0] * slopes * s)
         residual = run.above[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
@@ -166,7 +168,7 @@ class GolubKahan(AbstractKrylovMethod):
             right=run.norm * combine(right, vh, run.right),
             residual=residual,
             bracket=square * bracket,
-            magnitude=square * magnitude_of(vh[:, 0] ** 2, s, values, slopes),
+            magnitude=square * magnitude,
             rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
             unresolved=unresolved_of(function, vh[:, 0] ** 2, s, values, eps, square),

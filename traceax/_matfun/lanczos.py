@@ -16,8 +16,8 @@ from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
     combine,
     deviation_of,
+    gauss_rule,
     inside,
-    magnitude_of,
     QuadraticForm,
     slopes_at,
     unresolved_of,
@@ -25,7 +25,7 @@ from .quadratic_form import (
     values_at,
     with_poles,
 )
-from .rules import bracket_of, integral, lower_end, other_nodes, other_rules, roundoff
+from .rules import bracket_of, integrals, lower_end, other_nodes, other_rules, roundoff
 
 
 class Lanczos(AbstractKrylovMethod):
@@ -125,7 +125,8 @@ class Lanczos(AbstractKrylovMethod):
         square, weights = run.norm**2, vectors[0] ** 2
         used = used_nodes(function, nodes, weights)
         values = values_at(function, used, eps)
-        value = jnp.sum(weights * values)
+        slopes = slopes_at(function, used, eps)
+        value, magnitude = gauss_rule(weights, nodes, values, slopes)
 
         coupling = run.beta[-1:, None]
         compression = Compression(matrix, coupling, run.last, nodes, vectors)
@@ -138,12 +139,10 @@ class Lanczos(AbstractKrylovMethod):
         bounds = other_nodes(function, further[:-1], lower)
         moved = further[-1] + run.neglected
         inner = inside(function, moved, roundoff(compression.largest, eps))
-        others = function(jnp.append(bounds, inner)).reshape(further.shape)
-        others = others.at[-1].set(with_poles(function, moved, others[-1]))
-        *others, again = integral(others, directions, jnp.ones(1, bool))
-        bracket = bracket_of(function, value, jnp.stack(others), coupling, square)
+        others = [*map(function, bounds), with_poles(function, moved, function(inner))]
+        *others, again = integrals(others, directions, jnp.ones(1, bool))
+        bracket = bracket_of(function, value, others, coupling, square)
 
-        slopes = slopes_at(function, used, eps)
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
         residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
@@ -156,7 +155,7 @@ class Lanczos(AbstractKrylovMethod):
             right=run.norm * combine(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,
-            magnitude=square * magnitude_of(weights, nodes, values, slopes),
+            magnitude=square * magnitude,
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
             unresolved=unresolved_of(function, weights, used, values, eps, square),

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._flat import FlatOperator
 from .._kernel.gram_schmidt import unit
 from .._kernel.small_matrix import least_seen, with_pole
+from .._reduce import sums
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .rules import finite, roundoff
@@ -123,18 +124,18 @@ def slopes_at(
     return function.derivative(jnp.maximum(nodes, _least(nodes, eps)))
 
 
-def magnitude_of(
+def gauss_rule(
     weights: Real[Array, " s"],
     nodes: Real[Array, " s"],
     values: Real[Array, " s"],
     slopes: Real[Array, " s"],
-) -> Real[Array, ""]:
-    """The size that rounding errors of a quadrature rule are relative to: its value or,
-    if larger, its change when all nodes change by the same factor. (The logarithm and the
-    entropy are 0 at 1, but change there.)"""
-    change = jnp.sum(weights * jnp.abs(nodes * slopes))
+) -> tuple[Real[Array, ""], Real[Array, ""]]:
+    """What a quadrature rule gives, and the size that its rounding errors are relative
+    to: that value or, if larger, its change when all nodes change by the same factor.
+    (The logarithm and the entropy are 0 at 1, but change there.)"""
+    value, change = sums(weights * values, weights * jnp.abs(nodes * slopes))
     change = jnp.where(jnp.isfinite(change), change, 0)
-    return jnp.maximum(jnp.abs(jnp.sum(weights * values)), change)
+    return value, jnp.maximum(jnp.abs(value), change)
 
 
 def moved_by(

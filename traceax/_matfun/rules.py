@@ -1,10 +1,13 @@
 """The quadrature rules beside the Gauss rule, and the bracket that they make."""
 
+from collections.abc import Iterable, Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._kernel.dense import two_norm
 from .._kernel.quadrature import Compression, radau, shorter
+from .._reduce import sums
 from .functions import AbstractSpectralFunction
 
 
@@ -41,17 +44,18 @@ def lower_end(
     return jnp.where(wrong, lower, known)
 
 
-def integral(
-    values: Real[Array, "*r q"],
-    vectors: Inexact[Array, "*r q q"],
+def integrals(
+    values: Iterable[Real[Array, " q"]],
+    vectors: Inexact[Array, "r q q"],
     measured: Bool[Array, " w"],
-) -> Real[Array, "*r"]:
-    """The sum of diagonal entries of `f(T)`, or for each of a stack, from the values of f
-    at the eigenvalues of T, and its eigenvectors: of those among the first that are
+) -> Sequence[Real[Array, ""]]:
+    """The sum of diagonal entries of `f(T)` for each T of a stack, from the values of f
+    at its eigenvalues, and its eigenvectors: of those among the first that are
     `measured`. Values without weight may be infinite."""
-    lead = vectors[..., : len(measured), :] * measured[:, None]
-    weights = jnp.sum(jnp.abs(lead) ** 2, axis=-2)
-    return jnp.sum(jnp.where(weights > 0, weights * values, 0), axis=-1)
+    lead = vectors[:, : len(measured)] * measured[:, None]
+    weights = jnp.sum(jnp.abs(lead) ** 2, axis=1)
+    pairs = zip(weights, values, strict=True)
+    return sums(*(jnp.where(w > 0, w * f, 0) for w, f in pairs))
 
 
 def other_rules(
@@ -90,7 +94,7 @@ def other_nodes(
 def bracket_of(
     function: AbstractSpectralFunction,
     value: Real[Array, ""],
-    others: Real[Array, " r"],
+    others: Sequence[Real[Array, ""]],
     coupling: Inexact[Array, "b b"],
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
@@ -104,7 +108,7 @@ def bracket_of(
     if function.bracketed:
         (other,) = others
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
-    differences = jnp.abs(others - value)
+    differences = jnp.abs(jnp.stack(others) - value)
     known = (two_norm(coupling) > 0) & ~jnp.isnan(differences)
     error = finite(2 * jnp.max(jnp.where(known, differences, 0)), factor)
     low, high = value - error, value + error
