@@ -17,7 +17,7 @@ from jaxtyping import Array, Inexact
 def reduce_together(
     terms: Sequence[Inexact[Array, "m ..."]],
     operations: Iterable[Callable[[Array, Array], Array]] = repeat(jax.lax.add),
-) -> Sequence[Inexact[Array, "..."]]:
+) -> tuple[Inexact[Array, "..."], ...]:
     """Each of the terms, which have the same shape, combined along its first axis: by its
     own operation, of which 0 is the identity, or added."""
 
@@ -28,6 +28,13 @@ def reduce_together(
     return jax.lax.reduce(tuple(terms), zeros, together, (0,))
 
 
-def sums(*terms: Inexact[Array, " m"]) -> Sequence[Inexact[Array, ""]]:
+@jax.custom_jvp
+def sums(*terms: Inexact[Array, " m"]) -> tuple[Inexact[Array, ""], ...]:
     """The sum of each of some vectors of the same length."""
     return reduce_together(terms)
+
+
+@sums.defjvp
+def _sums_jvp(primals, tangents):
+    """JAX has one for any reduction, which makes a tree of slices."""
+    return sums(*primals), tuple(map(jnp.sum, tangents))

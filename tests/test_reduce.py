@@ -1,0 +1,41 @@
+"""Several reductions at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from traceax._reduce import reduce_together, sums
+
+
+def both(x):
+    return sums(x**2, jnp.sin(x))
+
+
+@pytest.mark.parametrize("m", [1, 50])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+def test_sums_and_their_derivatives(m, dtype):
+    x, v = np.random.default_rng(m).standard_normal((2, 3, m)).astype(dtype)
+    close = {"rtol": 1e-4 if dtype == np.float32 else 1e-12, "atol": 1e-5}
+    square, sine = jax.jit(jax.vmap(both))(x)
+    assert np.allclose(square, np.sum(x**2, axis=1), **close)
+    assert np.allclose(sine, np.sum(np.sin(x), axis=1), **close)
+
+    derivative = lambda x, v: jax.jvp(both, (x,), (v,))[1]  # noqa: E731
+    square, sine = jax.jit(jax.vmap(derivative))(x, v)
+    assert np.allclose(square, np.sum(2 * x * v, axis=1), **close)
+    assert np.allclose(sine, np.sum(np.cos(x) * v, axis=1), **close)
+    if dtype != np.complex128:
+        hessian = jax.jit(jax.vmap(jax.hessian(lambda x: both(x)[1] ** 2)))(x)
+        slopes = np.cos(x)
+        curvature = -np.sin(x) * np.sum(np.sin(x), axis=1, keepdims=True)
+        expected = slopes[:, :, None] * slopes[:, None] + curvature[:, None] * np.eye(m)
+        assert np.allclose(hessian, 2 * expected, **close)
+
+
+def test_each_term_has_its_operation():
+    x = np.random.default_rng(0).standard_normal((50, 2, 3))
+    operations = jax.lax.add, jax.lax.max
+    total, largest = jax.jit(lambda x: reduce_together((x, jnp.abs(x)), operations))(x)
+    assert np.allclose(total, np.sum(x, axis=0))
+    assert np.array_equal(largest, np.max(np.abs(x), axis=0))
