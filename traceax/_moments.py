@@ -19,8 +19,8 @@ class Moments(eqx.Module):
 
     - `count`: how many samples there are, shape `()`.
     - `center`: their mean, shape `(c, *q)`, with c = 1, or 2 for complex samples.
-    - `unit`: a size that no deviation from it is twice of, the largest one from the first
-        sample, shape `q`.
+    - `unit`: of deviations from it, none of which is more than twice as large: the
+        largest one from the first sample, or if that does not count from 0, shape `q`.
     - `squares`, `cubes`: sums of powers of deviations in that unit, shape `(c, *q)`; no
         `cubes` where the samples are not skewed.
     """
