@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
-from ._reduce import reduce_together
+from ._reduce import pairwise, reduce_together
 
 
 class Moments(eqx.Module):
@@ -259,8 +259,7 @@ def _over_first(
         return reduce_together(jax.vmap(fn)(parts), operations)
 
     def add(total, part):
-        pairs = zip(operations, total, fn(part), strict=False)
-        return tuple(op(x, y) for op, x, y in pairs), None
+        return pairwise(operations, total, fn(part)), None
 
     if num_parts > _SHORT:
         first = jax.tree.map(lambda x: x[0], parts)

@@ -6,6 +6,7 @@ a function such as the logarithm is several times longer (see "JAX versions" in 
 developer documentation).
 """
 
+import functools as ft
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
@@ -21,11 +22,18 @@ def reduce_together(
     """Each of the terms, which have the same shape, combined along its first axis: by its
     own operation, of which 0 is the identity, or added."""
 
-    def together(x, y):
-        return tuple(op(*pair) for op, *pair in zip(operations, x, y, strict=False))
-
     zeros = tuple(jnp.zeros((), term.dtype) for term in terms)
+    together = ft.partial(pairwise, operations)
     return jax.lax.reduce(tuple(terms), zeros, together, (0,))
+
+
+def pairwise(
+    operations: Iterable[Callable[[Array, Array], Array]],
+    x: Sequence[Array],
+    y: Sequence[Array],
+) -> tuple[Array, ...]:
+    """Each of x combined with that of y by its own operation."""
+    return tuple(op(*pair) for op, *pair in zip(operations, x, y, strict=False))
 
 
 @jax.custom_jvp

@@ -113,16 +113,15 @@ class GolubKahan(AbstractKrylovMethod):
         eps, run = operator.eps, golub_kahan_run(state, steps)
         square = run.norm**2
 
-        def gauss(diagonal, above):
+        def decomposed(diagonal, above):
             u, s, vh = svd(_bidiagonal(diagonal, above))
-            values = values_at(function, s, eps)
-            slopes = subgradients_at(function, s, eps)
-            rule = gauss_rule(vh[:, 0] ** 2, s, values, slopes)
-            return rule, values, slopes, (u, s, vh)
+            return u, s, vh, values_at(function, s, eps)
 
-        settings = run.diagonal, run.above[:-1]
-        (value, magnitude), values, slopes, (u, s, vh) = gauss(*settings)
-        (again, _), *_ = gauss(run.projected_diagonal, run.projected_above)
+        u, s, vh, values = decomposed(run.diagonal, run.above[:-1])
+        slopes = subgradients_at(function, s, eps)
+        value, magnitude = gauss_rule(vh[:, 0] ** 2, s, values, slopes)
+        _, _, rows, moved = decomposed(run.projected_diagonal, run.projected_above)
+        again = jnp.sum(rows[:, 0] ** 2 * moved)
         # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
