@@ -15,14 +15,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 
+# Relative to the largest sum. That of m terms may lose about m roundoffs.
+_LARGEST_LOSS = 2**-11
+
+
 def reduce_together(
     terms: Sequence[Inexact[Array, "m ..."]],
     operations: Iterable[Callable[[Array, Array], Array]] = repeat(jax.lax.add),
 ) -> tuple[Inexact[Array, "..."], ...]:
-    """Each of the terms, which have the same shape, combined along its first axis: by its
-    own operation, of which 0 is the identity, or added."""
+    """Each of the terms combined along its first axis: by its own operation, of which 0
+    is the identity, or added. They have the same shape, but that a vector may be beside
+    arrays: it counts for each of their entries.
 
+    It adds one term after another. Where that may lose too many digits, each reduction
+    stays apart, and XLA makes a tree of it."""
+    shape = max((term.shape for term in terms), key=len)
+    terms = [jax.lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in terms]
     zeros = tuple(jnp.zeros((), term.dtype) for term in terms)
+    if shape[0] * max(float(jnp.finfo(term.dtype).eps) for term in terms) > _LARGEST_LOSS:
+        each = zip(terms, zeros, operations, strict=False)
+        return tuple(jax.lax.reduce(*term, (0,)) for term in each)
     together = ft.partial(pairwise, operations)
     return jax.lax.reduce(tuple(terms), zeros, together, (0,))
 
