@@ -10,6 +10,7 @@ import pytest
 import traceax as tx
 from traceax._kernel.dense import thin_svd, thin_svd_gram
 from traceax._kernel.leave_one_out import (
+    change_without,
     jackknife,
     leave_one_out,
     Pairs,
@@ -201,9 +202,10 @@ def test_samples_are_the_definition(cls, naive, factor, m, dtype, improved):
 @jax.jit
 def error_parts(samples, pairs):
     valid = jnp.ones(len(samples), bool)
-    covariance = sample_covariance(samples, pairs, valid)
+    change = change_without(samples, pairs, valid)
+    covariance = sample_covariance(change, jnp.asarray(len(samples), samples.real.dtype))
     std_err = Moments.of(samples).std_err(covariance)
-    return jackknife(pairs, valid), covariance, std_err
+    return jackknife(samples, change, valid), covariance, std_err
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Moments(eqx.Module):
         if valid is not None:
             count = valid.astype(points.dtype)
             points = jnp.where(_beside(valid, points), points, 0)
-        return cls._of_points(count, points, skewed)
+        return cls._of_points(count, len(samples), points, skewed)
 
     @classmethod
     def merge(cls, parts: "Moments") -> "Moments":
@@ -80,7 +80,8 @@ class Moments(eqx.Module):
         if len(parts.count) == 1:
             return jax.tree.map(lambda x: x[0], parts)
         skewed = parts.cubes is not None
-        between = cls._of_points(parts.count, parts.center, skewed)
+        most = jnp.maximum(jnp.sum(parts.count), 1)
+        between = cls._of_points(parts.count, most, parts.center, skewed)
         (largest,) = _over_first(lambda x: (x,), parts.unit, [jax.lax.max])
         unit = jnp.maximum(between.unit, largest)
 
@@ -102,22 +103,26 @@ class Moments(eqx.Module):
 
     @classmethod
     def _of_points(
-        cls, count: Real[Array, " m"], points: Real[Array, "m c *q"], skewed: bool
+        cls,
+        count: Real[Array, " m"],
+        most: Real[Array, ""] | int,
+        points: Real[Array, "m c *q"],
+        skewed: bool,
     ) -> "Moments":
-        """Of finite points, each of which counts as `count` samples, or as none."""
-        total, present = jnp.sum(count), count > 0
-        share = count / jnp.maximum(total, 1)
+        """Of finite points, each of which counts as `count` samples, or as none; these
+        are `most` or fewer in all."""
         # Where all samples are alike, the first one is exactly their mean.
-        pivot = jnp.where(present[0], points[0], 0)
+        pivot = jnp.where(count[0] > 0, points[0], 0)
 
         def about_pivot(part):
-            share, point = part
-            offset = point - pivot
-            return share * offset, jnp.where(share > 0, jnp.abs(offset), 0)
+            count, point = part
+            offset = jnp.where(count > 0, point - pivot, 0)
+            return (count / most) * offset, jnp.abs(offset), count
 
-        operations = jax.lax.add, jax.lax.max
-        offset, largest = _over_first(about_pivot, (share, points), operations)
-        center, unit = pivot + offset, jnp.max(largest, axis=0)
+        operations = jax.lax.add, jax.lax.max, jax.lax.add
+        offset, largest, total = _over_first(about_pivot, (count, points), operations)
+        center = pivot + offset * (most / jnp.maximum(total, 1))
+        total, unit = total.ravel()[0], jnp.max(largest, axis=0)
 
         def powers(part):
             count, point = part

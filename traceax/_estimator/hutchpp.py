@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .._adaptive import Adaptive
-from .._kernel.dense import normalise, qr, two_norm
+from .._kernel.dense import diagonal, inner_product, normalise, qr, two_norm
 from .._kernel.expansion import Independent
 from .._kernel.growth import extend, put, put_rows, remove, rescale
 from .._kernel.leave_one_out import resphering
@@ -105,7 +105,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         rest = rest - basis @ (basis.conj().T @ rest)
         # Split by rows, some columns of the basis may be zero.
         rank = jnp.sum(jnp.abs(basis) ** 2)
-        rest = rest * resphering(probes[:, m:], rest, rank, resphered) ** 0.5
+        rest = rest * jnp.sqrt(resphering(probes[:, m:], rest, rank, resphered))
         # Algorithm 1 of the paper: both traces from one more block of products.
         directions = jnp.concatenate([basis, rest], axis=1)
         images = matmat(directions) / scale
@@ -138,6 +138,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             rest=jnp.zeros((n, m), dtype),
             forms=jnp.zeros(m, dtype),
             trace=jnp.zeros((), dtype),
+            rank=jnp.zeros((), real),
             size=jnp.zeros((), real),
             scale=jnp.ones((), real),
             pilot=jnp.zeros((), dtype),
@@ -160,23 +161,25 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         def deflate(state):
             chosen = probes[:, :b]
             products, scale = rescale(matmat(chosen), state.scale, state.blocks)
-            size = jnp.maximum(state.size, jnp.linalg.norm(products))
+            length = jnp.sqrt(inner_product(products, products).real)
+            size = jnp.maximum(state.size, length)
             block = extend(state.basis, products, state.blocks, eps, size).block
             images = matmat(block) / scale
             basis = put(state.basis, block, state.blocks)
-            _, inside = remove(basis, images, state.blocks + 1, b)
+            outside, _ = remove(basis, images, state.blocks + 1, b)
+            inner = block.conj().T @ images
             # How much ||(I - QQ*) A (I - QQ*)||_F^2 falls by this block, for Hermitian A.
-            own = jnp.sum(jnp.abs(block.conj().T @ images) ** 2)
-            gain = 2 * jnp.sum(jnp.abs(images) ** 2) + own
-            gain = gain - 2 * jnp.sum(jnp.abs(inside) ** 2)
-            pilot = state.pilot + jnp.sum(chosen.conj() * products) / b
+            rest = inner_product(outside, outside).real
+            gain = 2 * rest + jnp.sum(jnp.abs(inner) ** 2)
+            pilot = state.pilot + inner_product(chosen, products) / b
             # Compared with the products of one more block.
             saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(
                 state,
                 basis=basis,
-                trace=state.trace + jnp.sum(block.conj() * images),
+                trace=state.trace + jnp.sum(diagonal(inner)),
+                rank=state.rank + inner_product(block, block).real,
                 size=size,
                 scale=scale,
                 pilot=pilot,
@@ -186,13 +189,14 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
         def sample(state):
             rest, _ = remove(state.basis, probes, state.blocks, b)
-            rank = jnp.sum(jnp.abs(state.basis) ** 2)
-            rest = rest * resphering(probes, rest, rank, resphered) ** 0.5
+            rest = rest * jnp.sqrt(resphering(probes, rest, state.rank, resphered))
             images = matmat(rest) / state.scale
             forms = jnp.sum(rest.conj() * images, axis=0)
+            # A single round has no block of the basis, whose products would say it.
+            size = two_norm(images) if k.num_rounds == 1 else state.size
             return dataclasses.replace(
                 state,
-                size=jnp.maximum(state.size, two_norm(images)),
+                size=size,
                 rest=put(state.rest, rest, rounds),
                 forms=put_rows(state.forms[:, None], forms[:, None], rounds)[:, 0],
             )
@@ -206,7 +210,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         index = jnp.arange(state.forms.shape[0])
         valid = (index >= state.blocks * size) & (index < rounds * size)
         samples = state.trace + state.forms
-        count = jnp.maximum(jnp.sum(valid), 1)
+        count = jnp.maximum((rounds - state.blocks) * size, 1)
         left, right = (state.basis, state.rest / count), (state.basis, state.rest)
         return Sketch(
             samples,
@@ -221,12 +225,14 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
 
 class _State(eqx.Module):
     """`blocks` blocks of an orthonormal basis Q, and after them in order of the rounds
-    projected probes and their forms. `trace` is tr(Q* A Q). In units of `scale`."""
+    projected probes and their forms. `rank` is that of Q, and `trace` is tr(Q* A Q). In
+    units of `scale`."""
 
     basis: Inexact[Array, "n p"]
     rest: Inexact[Array, "n m"]
     forms: Inexact[Array, " m"]
     trace: Inexact[Array, ""]
+    rank: Real[Array, ""]
     size: Real[Array, ""]  # of the products, for the rank
     scale: Real[Array, ""]
     pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimate from each

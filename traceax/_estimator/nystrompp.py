@@ -211,8 +211,9 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         index = jnp.arange(state.samples.shape[0])
         sampled = index >= state.blocks * k.round_size
         valid = sampled & (index < rounds * k.round_size)
+        count = jnp.maximum((rounds - state.blocks) * k.round_size, 1)
         right = state.nystrom.q
-        left = jnp.where(sampled, right / jnp.maximum(jnp.sum(valid), 1), right)
+        left = jnp.where(sampled, right / count, right)
         return Sketch(
             state.samples,
             Moments.of(state.samples, valid).std_err(),

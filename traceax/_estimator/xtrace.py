@@ -82,8 +82,8 @@ class XTraceEstimator(AbstractGrowingEstimator):
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        vectors = jnp.zeros(m, dtype), jnp.zeros(m, real)
-        small = SmallMatrices(square, square, square, square, *vectors)
+        norms = jnp.zeros(m, real)
+        small = SmallMatrices(square, square, square, square, norms)
         return _State(tall, tall, tall, small, jnp.ones((), real))
 
     def grow(
@@ -102,14 +102,12 @@ class XTraceEstimator(AbstractGrowingEstimator):
         z = put(state.z, matmat(new.block) / scale, rounds)
         all_probes = put(state.probes, probes, rounds)
         column = put_rows(new.coefficients, new.coupling, rounds)
-        forms = jnp.sum(probes.conj() * products, axis=0)
         norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
         pairs = (q, z), (q, all_probes), (all_probes, z)
         products = border((small.h, small.w, small.across), pairs, rounds, b)
         small = SmallMatrices(
             put(small.r, column, rounds),
             *products,
-            forms=put_rows(small.forms[:, None], forms[:, None], rounds)[:, 0],
             norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
         )
         return _State(all_probes, q, z, small, scale)
@@ -156,8 +154,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
             by_round(jnp.split(left, 2, 1), jnp.split(right, 2, 1), k.num_rounds),
             num_matvecs=rounds * 2 * b,
             scale=state.scale,
-            magnitude=jnp.linalg.norm(state.small.r)
-            / jnp.maximum(jnp.sum(valid), 1) ** 0.5,
+            magnitude=jnp.linalg.norm(state.small.r) / jnp.maximum(rounds * b, 1) ** 0.5,
             valid=valid,
             extra=extra,
             expansion=expansion,

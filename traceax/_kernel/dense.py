@@ -172,15 +172,17 @@ _Revealed = tuple[
 ]
 
 
-def dual_rows(s: Real[Array, " m"], vh: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """`max(s) diag(1/s) Vh`, and of `Vh` itself the rows where s is zero."""
-    return jnp.where(s > 0, jnp.max(s) / jnp.where(s > 0, s, 1), 1)[:, None] * vh
+def dual_rows(
+    s: Real[Array, " m"], vh: Inexact[Array, "m m"], largest: Real[Array, ""]
+) -> Inexact[Array, "m m"]:
+    """`largest diag(1/s) Vh`, and of `Vh` itself the rows where s is zero."""
+    return jnp.where(s > 0, largest / jnp.where(s > 0, s, 1), 1)[:, None] * vh
 
 
 def _reveal_by_svd(u: Array, s: Array, vh: Array, limits: Array) -> _Revealed:
     kept = s > jnp.maximum(limits[0] * s[0], limits[1])
     s = jnp.where(kept, s, 0)
-    return u * kept, s[:, None] * vh, dual_rows(s, vh), kept, s[0]
+    return u * kept, s[:, None] * vh, dual_rows(s, vh, s[0]), kept, s[0]
 
 
 def _reveal_on_cuda(stack: Array, limits: Array) -> _Revealed:
@@ -349,6 +351,14 @@ def thin_svd_gram(
 def diagonal(x: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
     """`jnp.diagonal`, as a slice: that is a tenth of the instructions."""
     return x.reshape(-1)[:: len(x) + 1]
+
+
+def inner_product(
+    x: Inexact[Array, "n b"], y: Inexact[Array, "n b"]
+) -> Inexact[Array, ""]:
+    """`tr(x* y)`. As the product of two blocks this is one kernel to compile on CPU, as
+    the sum over a tall array three."""
+    return jnp.sum(diagonal(x.conj().T @ y))
 
 
 def two_norm(tree: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:

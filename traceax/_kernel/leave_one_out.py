@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._moments import Moments
+from .._reduce import reduce_together
 from .dense import diagonal, dual_rows, reveal
 
 
@@ -43,18 +44,20 @@ def leave_one_out(
     `eps |X| / |v_i|`; if that is not below the part of `x_i` that they are to give, which
     is `distance`, then `x_i` is essential.
     """
-    return _from_dual(dual_rows(s, vh), s > 0, jnp.max(s), eps)
+    largest = jnp.max(s)
+    return _from_dual(dual_rows(s, vh, largest), s > 0, largest, eps)
 
 
 def _from_dual(rows: Array, kept: Array, unit: Array, eps: float) -> LeaveOneOut:
-    raw, null = jnp.where(kept[:, None], rows, 0), jnp.where(kept[:, None], 0, rows)
-    length, lost = jnp.linalg.norm(jnp.stack([raw, null]), axis=1)
+    squares, beside = jnp.abs(rows) ** 2, kept[:, None]
+    raw, null = jnp.where(beside, squares, 0), jnp.where(beside, 0, squares)
+    length, lost, ranks = reduce_together((raw, null, kept.astype(unit.dtype)))
+    length, lost = jnp.sqrt(length), jnp.sqrt(lost)
     essential = (length > 0) & (lost <= 8 * eps * length)
     length = jnp.where(essential, length, 1)
-    directions = jnp.where(essential, raw / length, 0)
+    directions = jnp.where(beside & essential, rows / length, 0)
     distance = jnp.where(essential, unit / length, 0)
-    rank = jnp.sum(kept.astype(unit.dtype))
-    return LeaveOneOut(directions, distance, essential, rank)
+    return LeaveOneOut(directions, distance, essential, ranks[0])
 
 
 def leave_one_out_of(
@@ -164,27 +167,14 @@ def leave_one_out_frame(
     return jnp.concatenate([left, sampled], 1), jnp.concatenate([q, v], 1)
 
 
-def sample_covariance(
+def change_without(
     samples: Inexact[Array, " m"],
     pairs: Inexact[Array, "m m"],
     valid: Bool[Array, " m"],
-) -> Real[Array, ""]:
-    """Unbiased estimate of the covariance of two leave-one-out samples.
-
-    `samples[j]` is t_j, and `pairs[i, j]` is t_j with probe i left out as well. Given the
-    other probes, t_j is unbiased over probe j, so it is uncorrelated with all that does
-    not involve probe j. Hence
-
-        cov(t_i, t_j) = E[(t_i - pairs[j, i]) conj(t_j - pairs[i, j])],
-
-    and with it the variance of the mean of the samples is `s^2 / m` plus this, without
-    bias: `E[s^2] = var(t_j) - cov`. See "Leave-one-out" in the developer documentation.
-    """
-    m = jnp.sum(valid.astype(samples.real.dtype))
-    change = samples - pairs
-    product = (change * change.T.conj()).real
-    total = jnp.sum(jnp.where(two(valid), product, 0))
-    return total / jnp.maximum(m * (m - 1), 1)
+) -> Inexact[Array, "m m"]:
+    """`samples[j]` is t_j, and `pairs[i, j]` is t_j with probe i left out as well: their
+    difference, for two different `valid` probes, and else 0."""
+    return jnp.where(two(valid), samples - pairs, 0)
 
 
 def two(valid: Bool[Array, " m"]) -> Bool[Array, "m m"]:
@@ -192,18 +182,38 @@ def two(valid: Bool[Array, " m"]) -> Bool[Array, "m m"]:
     return valid[:, None] & valid & ~jnp.eye(valid.shape[0], dtype=bool)
 
 
-def jackknife(pairs: Inexact[Array, "m m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
-    """Standard error from `pairs[i, j]`, probe `j`'s estimate with `i` left out as well.
+def sample_covariance(
+    change: Inexact[Array, "m m"], count: Real[Array, ""]
+) -> Real[Array, ""]:
+    """Unbiased estimate of the covariance of two leave-one-out samples, from the
+    `change_without` of `count` probes.
 
-    `T_i = mean_{j != i} pairs[i, j]` is the whole estimate without probe `i`; the result
-    is `sqrt((m-1)/m sum_i |T_i - mean T|^2)`. Its square is, in the mean, at least
+    Given the other probes, t_j is unbiased over probe j, so it is uncorrelated with all
+    that does not involve probe j. Hence
+
+        cov(t_i, t_j) = E[(t_i - pairs[j, i]) conj(t_j - pairs[i, j])],
+
+    and with it the variance of the mean of the samples is `s^2 / m` plus this, without
+    bias: `E[s^2] = var(t_j) - cov`. See "Leave-one-out" in the developer documentation.
+    """
+    total = jnp.sum(diagonal(change @ change.conj())).real
+    return total / jnp.maximum(count * (count - 1), 1)
+
+
+def jackknife(
+    samples: Inexact[Array, " m"],
+    change: Inexact[Array, "m m"],
+    valid: Bool[Array, " m"],
+) -> Real[Array, ""]:
+    """Standard error from the whole estimate without probe i, which but for a constant is
+    `T_i = -(t_i + sum_j change[i, j]) / (m - 1)`.
+
+    It is `sqrt((m-1)/m sum_i |T_i - mean T|^2)`. Its square is, in the mean, at least
     (m-1)/m times the variance of the estimate with m - 1 probes (Efron and Stein, Annals
     of Statistics 9, 1981). Infinite for m = 1.
     """
-    others = jnp.sum(valid.astype(pairs.real.dtype)) - 1
-    left_out = jnp.sum(jnp.where(two(valid), pairs, 0), axis=1)
-    moments = Moments.of(left_out / jnp.maximum(others, 1), valid, skewed=False)
-    return jnp.where(others > 0, others * moments.independent_std_err, jnp.inf)
+    moments = Moments.of(samples + jnp.sum(change, axis=1), valid, skewed=False)
+    return moments.independent_std_err
 
 
 def standard_errors(
@@ -217,8 +227,9 @@ def standard_errors(
     independent and is too small."""
     valid = jnp.ones(samples.shape, bool) if valid is None else valid
     moments = Moments.of(samples, valid)
-    std_err = moments.std_err(sample_covariance(samples, pairs, valid))
-    cautious = jackknife(pairs, valid)
+    change = change_without(samples, pairs, valid)
+    std_err = moments.std_err(sample_covariance(change, moments.count))
+    cautious = jackknife(samples, change, valid)
     # Where the error falls fast with each probe, a few draws make up the mean of the
     # estimated variance, and too many others are too small. The jackknife's are not.
     raised = jnp.maximum(std_err, cautious / 5)

@@ -19,7 +19,6 @@ class SmallMatrices(eqx.Module):
     h: Inexact[Array, "m m"]  # Q* A Q
     w: Inexact[Array, "m m"]  # Q* Omega
     across: Inexact[Array, "m m"]  # Omega* A Q
-    forms: Inexact[Array, " m"]  # omega_j* A omega_j
     norms: Real[Array, " m"]  # |omega_j|^2
 
 
@@ -42,9 +41,10 @@ def two_sided_samples(
     h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
     across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
     back = r - h @ w  # [:, j] = Q* A e_j
-    # e_j* A e_j. What R loses by its rank, the forms have: it may be small beside the
+    # e_j* A e_j. What `r` loses by its rank, the whole R has: it may be small beside the
     # largest singular value, and in low precision most of the trace.
-    outside = small.forms - jnp.sum(w.conj() * r, axis=0) - jnp.sum(across.T * w, axis=0)
+    forms = small.w.conj() * small.r
+    outside = jnp.sum(forms - w.conj() * r - across.T * w, axis=0)
 
     directions = loo.directions
     inner = directions.conj().T @ w
