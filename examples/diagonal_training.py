@@ -247,7 +247,7 @@ plt.show()
 
 # %% [markdown]
 # With the same small learning rate the curvature is ahead of Adam in steps: it makes
-# large steps where the loss is flat. But it does not bear the large learning rates that
+# large steps where the loss is flat. But it does not tolerate the large learning rates that
 # Adam does, whose loss at its best rate is lower in the end, and each of its steps
 # costs 1.8 gradients instead of one: four products in ten steps, each of about two
 # gradients. On this small problem **Adam is the better choice**. That is no judgement

@@ -142,7 +142,7 @@ every_integer = pytest.mark.parametrize(
     [
         pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
         pytest.param(MATRIX, ["`lineax.MatrixLinearOperator("], id="array"),
-        pytest.param("matrix", ["str", "operators of lineax"], id="other"),
+        pytest.param("matrix", ["str", "Wrap its product"], id="other"),
     ],
 )
 def test_not_an_operator(name, operator, parts):
@@ -289,7 +289,7 @@ def test_krylov_aware_logdet_needs_a_tag():
 @pytest.mark.parametrize(
     ("operator", "krylov", "parts"),
     [
-        (UNTAGGED, tx.Lanczos(), ["`Lanczos`", "`SingularLog`", "not known to be"]),
+        (UNTAGGED, tx.Lanczos(), ["`Lanczos`", "singular values", "not known to be"]),
         (TAGGED, tx.GolubKahan(), ["`GolubKahan`", "`Log`", "is known to be"]),
     ],
 )
@@ -720,3 +720,67 @@ def test_right_input_succeeds(name):
 def test_static_integers_are_not_traced():
     call = eqx.filter_jit(lambda k, s: logdet(TAGGED, k=k, num_steps=s).value)
     assert call.lower(4, 3)
+
+
+SYMMETRIC = matrix_free(MATRIX, lx.symmetric_tag)
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "parts"),
+    [
+        (
+            lambda: trace_of(tx.Exp(1j), TAGGED),
+            TypeError,
+            ["`scale` is complex", "operator of complex dtype", "leave out its tag"],
+        ),
+        (
+            lambda: trace_of(tx.Inverse(1 + 1j), UNTAGGED),
+            TypeError,
+            ["`shift` is complex", "Found (1+1j)", "Convert the operator"],
+        ),
+        (
+            lambda: trace_of(np.exp, TAGGED),
+            TypeError,
+            ["`function` must be one that JAX can trace", "ufunc", "`jnp`"],
+        ),
+        (
+            lambda: trace_of(lambda x: x if x > 0 else -x, TAGGED),
+            TypeError,
+            ["`function` must be one that JAX can trace", "`jnp.where`"],
+        ),
+        (
+            lambda: logdet(SYMMETRIC, KRYLOV),
+            ValueError,
+            ["`KrylovAwareEstimator`", "singular values", "semidefinite tag", "SLQ"],
+        ),
+        (
+            lambda: tx.trace_difference(
+                TAGGED,
+                TAGGED,
+                tx.Exp(),
+                k=4,
+                key=KEY,
+                preconditioner=tx.AutoPreconditioner(0.1),
+            ),
+            ValueError,
+            ["`preconditioner` is for `traceax.Log()`", "`Exp`", "Leave"],
+        ),
+        (
+            lambda: logdet(SYMMETRIC, preconditioner=tx.AutoPreconditioner(0.1)),
+            ValueError,
+            ["`operator` must be tagged positive semidefinite", "`preconditioner`"],
+        ),
+        (
+            lambda: logdet(TAGGED, preconditioner=TAGGED),
+            TypeError,
+            ["`preconditioner`", "a `lineax` operator", "nystrom_preconditioner"],
+        ),
+        (
+            lambda: tx.nystrom_preconditioner(TAGGED, None, key=KEY),
+            TypeError,
+            ["`rank` must be an integer. Found None of type NoneType."],
+        ),
+    ],
+)
+def test_what_does_not_fit_together(call, exception, parts):
+    check(exception, parts, call)

@@ -113,7 +113,7 @@ def test_operator_structure(fn, structure, exception, parts):
     [
         pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
         pytest.param(MATRIX, ["Array", "`lineax.MatrixLinearOperator("], id="array"),
-        pytest.param("matrix", ["str", "operators of lineax"], id="other"),
+        pytest.param("matrix", ["str", "Wrap its product"], id="other"),
     ],
 )
 def test_not_an_operator(operator, parts):
@@ -480,3 +480,44 @@ def test_a_run_goes_on_with_no_smaller_budget():
         TAGGED, k=adaptive(max_k=4, state=first.state), **settings
     )
     check(ValueError, ["`max_k`", "Found 4 for 8"], call)
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: tx.DynamicTrace(TAGGED), ["`operator` must be a function", "hessian"]),
+        (lambda: tx.probe_mesh(2), ["`devices` must be a list", "Found 2", "[:2]"]),
+        (
+            lambda: tx.hessian(jnp.ones(3), jnp.sum),
+            ["`f` must be a function", "The point comes after it"],
+        ),
+        (
+            lambda: tx.hessian(lambda w: w**2, 2.0),
+            ["`f` must return a real", "Pass an array"],
+        ),
+        (
+            lambda: tx.trace([[1.0, 2.0], [3.0, 4.0]], k=2, key=KEY),
+            ["object of type list", "`lineax.MatrixLinearOperator(jnp.asarray(matrix))`"],
+        ),
+        (
+            lambda: tx.select_trace_estimator(TAGGED, tx.Adaptive(rtol=0.1, max_k=8)),
+            ["`k` must be an integer", "`traceax.Adaptive`", "`round_size`"],
+        ),
+        (
+            lambda: jax.jit(lambda m: tx.Adaptive(rtol=0.1, max_k=m).rtol)(8),
+            ["`max_k` must be a Python integer", "traced", "static_argnames='max_k'"],
+        ),
+        (
+            lambda: tx.trace(TAGGED, k=tx.Adaptive, key=KEY),
+            ["`k` must be an integer. Found the class Adaptive."],
+        ),
+    ],
+)
+def test_what_else_is_mistaken(call, parts):
+    check(TypeError, parts, call)
+
+
+def test_a_product_of_another_structure_is_not_called_rectangular():
+    column = lx.FunctionLinearOperator(lambda v: v[:, None], struct(N))
+    call = lambda: tx.trace(column, k=4, key=KEY)  # noqa: E731
+    check(ValueError, ["must have the structure of the vector"], call)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from traceax._reduce import reduce_together, sums
+from traceax._reduce import reduce_together
 
 
 def both(x):
-    return sums(x**2, jnp.sin(x))
+    return reduce_together((x**2, jnp.sin(x)))
 
 
 @pytest.mark.parametrize("m", [1, 50])
@@ -40,6 +40,16 @@ def test_each_term_has_its_operation():
     total, largest = jax.jit(lambda x: reduce_together((x, jnp.abs(x)), operations))(x)
     assert np.allclose(total, np.sum(x, axis=0))
     assert np.array_equal(largest, np.max(np.abs(x), axis=0))
+
+
+def test_derivative_of_a_largest_term_beside_a_constant():
+    x = np.random.default_rng(0).standard_normal(50)
+    operations = jax.lax.max, jax.lax.add
+    largest = lambda x: reduce_together((x**2, jnp.ones(50)), operations)[0]  # noqa: E731
+    (at,) = np.nonzero(x**2 == np.max(x**2))
+    slopes = jax.jit(jax.grad(largest))(x)
+    assert np.allclose(slopes[at], 2 * x[at])
+    assert np.sum(slopes != 0) == 1
 
 
 def test_a_vector_counts_for_all_entries_of_arrays():

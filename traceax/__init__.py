@@ -1,4 +1,5 @@
-"""Traces and log-determinants of operators that can only be applied to vectors.
+"""Traces, diagonals, log-determinants and spectra of linear operators that can only be
+applied to vectors.
 
 ```python
 import jax, lineax as lx, traceax as tx

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
 
-from ._checks import check_flag, known_number, plain_integer, real_scalar
+from ._checks import (
+    check_flag,
+    known_number,
+    plain_integer,
+    real_scalar,
+    refuse_traced,
+)
 from ._kernel.dense import two_norm
 from ._quantiles import normal_quantile, student_quantile
 
@@ -21,9 +27,9 @@ class Adaptive(eqx.Module):
     tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
     |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. This is
     the error of sampling; `std_err` counts rounding, too, of which it has an upper
-    estimate: a call where that is above four tolerances fails, since no further sample
-    would help. The loop is compiled once, whatever the data; the tolerances may be
-    traced.
+    estimate. For a value that is one number, a call where that is above four tolerances
+    fails, since no further sample would help; for one with several entries, look at
+    `std_err`. The loop is compiled once, whatever the data; the tolerances may be traced.
 
     A test after every round stops a little early more often than late. The error bars
     are cautious enough that the asked confidence still holds: see
@@ -52,12 +58,13 @@ class Adaptive(eqx.Module):
         Frobenius and row norms, divergences and Laplacians; products with f(A) for
         [`traceax.diagonal_of_function`][]; probes for log-determinants, Schatten norms
         and other traces of functions. Rounded down to whole rounds. Array shapes and
-        memory depend on it. If it is larger than n by a round or more, and by what the
-        estimator needs at least, the call cannot run out of it: n units are kept back for
-        the exact answer. That is taken where the others, or n, have not been enough, or
-        where independent samples are seen to need more than n further ones. A call that
-        goes on from one that kept nothing back needs n more than the `max_k` of that, or
-        than n if that is less.
+        memory depend on it. If it is at least n and a round (or n and what the estimator
+        needs at least, if that is more), the call cannot run out of it: n units are kept
+        back for the exact answer. The estimate spends at most the others, and not more
+        than n. After that, or as soon as independent samples show that they would need
+        more than n further units, the exact answer is computed. To go on from a call that
+        kept nothing back, n more than its `max_k` do the same (or `2 n`, if that is
+        less).
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: how many samples there are before the first test.
     - `round_size`: how much of the budget a round spends, in the same units.
@@ -251,6 +258,7 @@ class Adaptive(eqx.Module):
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:
+    refuse_traced(name, value)
     number = plain_integer(value)
     if type(number) is not int or number < least:
         raise ValueError(

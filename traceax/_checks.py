@@ -1,6 +1,7 @@
 """What calls check of their arguments before anything is traced."""
 
 import functools as ft
+import numbers
 import operator as _builtin
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -48,8 +49,13 @@ def check_operator(operator: Any, *, name: str = "operator", square: bool = True
             "Wrap a function `v -> A v` as `lineax.FunctionLinearOperator(function, "
             "jax.ShapeDtypeStruct((n,), dtype))`."
         )
+    elif isinstance(operator, list | tuple):
+        fix = "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
     else:
-        fix = "See the operators of lineax."
+        fix = (
+            "Wrap its product as `lineax.FunctionLinearOperator(function, "
+            "jax.ShapeDtypeStruct((n,), dtype))`, by a callback if JAX cannot trace it."
+        )
     raise TypeError(
         f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of type "
         f"{type(operator).__name__}. {fix}"
@@ -71,12 +77,20 @@ def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
     if not isinstance(value, kind):
-        is_class = isinstance(value, type)
-        found = f"the class {value.__name__}" if is_class else repr(value)
         raise TypeError(
-            f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found {found}. "
-            f"Pass, for example, `traceax.{example}`."
+            f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
+            f"{described(value)}. Pass, for example, `traceax.{example}`."
         )
+
+
+def described(value: Any) -> str:
+    """What was found, in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    if len(text) > 80 or "\n" in text:
+        return f"an object of type {kind}"
+    return text if kind in text else f"{text} of type {kind}"
 
 
 def plain_integer(value: Any) -> Any:
@@ -91,22 +105,32 @@ def plain_integer(value: Any) -> Any:
 
 def check_positive(name: str, value: Any) -> int:
     """A Python integer, 1 or more, on which array shapes depend."""
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"`{name}` must be a Python integer, because array shapes depend on it. "
-            f"Found a traced value, {value}. Mark it static: `jax.jit(f, "
-            f"static_argnames='{name}')`, or use `equinox.filter_jit`, which does so for "
-            "Python integers. If the budget depends on the data, use `traceax.Adaptive`."
-        )
+    refuse_traced(name, value)
     number = plain_integer(value)
     if type(number) is not int:
-        raise TypeError(
-            f"`{name}` must be an integer. Found {value!r} of type "
-            f"{type(value).__name__}. Round it, for example `int({value!r})`."
-        )
+        found, fix = described(value), ""
+        if isinstance(value, numbers.Real):
+            fix = f" Round it, for example `int({value!r})`."
+        raise TypeError(f"`{name}` must be an integer. Found {found}.{fix}")
     if number < 1:
         raise ValueError(f"`{name}` must be at least 1. Found {number}.")
     return number
+
+
+_CHOSEN_BY = {"k": "Adaptive", "num_steps": "AdaptiveSteps", "rank": "AutoPreconditioner"}
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """Raise if an integer on which array shapes depend is traced."""
+    if not isinstance(value, Tracer):
+        return
+    choice = f" To have the data choose, see `traceax.{_CHOSEN_BY.get(name)}`."
+    raise TypeError(
+        f"`{name}` must be a Python integer, because array shapes depend on it. Found a "
+        f"traced value, {value}. Mark it static: `jax.jit(f, static_argnames='{name}')`, "
+        "or use `equinox.filter_jit`, which does so for Python integers."
+        f"{choice if name in _CHOSEN_BY else ''}"
+    )
 
 
 def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
@@ -118,6 +142,26 @@ def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
         )
     if isinstance(value, float | complex) and value != value:
         raise ValueError(f"`{name}` must be a number. Found {value!r}.")
+
+
+def check_scalar_function(name: str, fn: Any, x: Any) -> None:
+    """Raise unless `fn` maps the point `x` to a real scalar."""
+    if not callable(fn):
+        raise TypeError(
+            f"`{name}` must be a function. Found an object of type {type(fn).__name__}. "
+            "The point comes after it."
+        )
+    out = eqx.filter_eval_shape(fn, x)
+    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
+        if getattr(out, "shape", None) == ():
+            fix = "Pass floating-point numbers, for example `x.astype(float)`."
+        elif not any(map(eqx.is_array, jax.tree.leaves(x))):
+            fix = "Pass an array as the point: a number of Python is a constant."
+        raise TypeError(
+            f"`{name}` must return a real floating-point scalar, of shape (). Found "
+            f"{out}. {fix}"
+        )
 
 
 def real_scalar(name: str, value: Any) -> Real[Array, ""]:

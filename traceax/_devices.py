@@ -114,12 +114,12 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
     **Raises:**
 
     `ValueError` if there are no such devices, or one is listed twice. `TypeError` if
-    `devices` is a device rather than a list.
+    `devices` is something else, as one device or a number.
     """
-    if isinstance(devices, jax.Device):
+    if not isinstance(devices, Sequence | np.ndarray | None):
         raise TypeError(
-            f"`devices` must be a list of devices. Found the device {devices}. Pass "
-            "`[device]`."
+            "`devices` must be a list of devices, a platform or None. Found "
+            f"{devices!r}. Pass, for example, `jax.devices()[:2]`."
         )
     if devices is None or isinstance(devices, str):
         devices = _started("devices", devices)

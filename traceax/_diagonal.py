@@ -70,7 +70,7 @@ def diagonal(
     is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
     are applied in their own dtype; everything else is float32, and so are `value` and
     `std_err`. Memory is that of the estimator, for the default about `6.6 k` vectors of
-    length n, and `6.1 k` with a semidefinite tag.
+    length n, and `6.2 k` with a semidefinite tag.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an estimate of the derivative of the diagonal,

@@ -122,6 +122,12 @@ class DynamicTrace(eqx.Module):
     execution: AbstractExecution = Local()
 
     def __check_init__(self):
+        if not callable(self.operator):
+            raise TypeError(
+                "`operator` must be a function of the parameters to a `lineax` operator. "
+                f"Found an object of type {type(self.operator).__name__}. Pass, for "
+                "example, `lambda p: traceax.hessian(loss, p)`."
+            )
         if check_positive("num_probes", self.num_probes) < 2:
             raise ValueError("`num_probes` must be at least 2. Found 1.")
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")

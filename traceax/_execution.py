@@ -254,4 +254,8 @@ def even(count: int, most: int) -> int:
 Local.__init__.__doc__ = """**Arguments:**
 
 - `block_size`: probe vectors per block, at most; see above.
+
+**Raises:**
+
+`ValueError` for a `block_size` that is neither a positive Python integer nor None.
 """

@@ -176,11 +176,16 @@ def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") ->
     shapes_out = [leaf.shape for leaf in tree_leaves(structure_out)]
     same_tree = tree_structure(structure_in) == tree_structure(structure_out)
     if not same_tree or shapes_in != shapes_out:
+        fix = (
+            "For a real rectangular operator J, `J.T @ J` is square; "
+            "`traceax.schatten_norm` takes J itself."
+        )
+        if operator.out_size() == operator.in_size():
+            fix = "The product must have the structure of the vector."
         raise ValueError(
             f"`{name}` must be square, with the same structure in and out. Found "
             f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
-            f"in_structure()={structure_in} and out_structure()={structure_out}. "
-            "For a rectangular operator J take the trace of `J.T @ J`."
+            f"in_structure()={structure_in} and out_structure()={structure_out}. {fix}"
         )
     check_spaces(operator, name)
 

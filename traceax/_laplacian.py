@@ -10,13 +10,13 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from ._adaptive import Adaptive
-from ._checks import check_point
+from ._checks import check_point, check_scalar_function
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, FlatFunction, flatten, freeze, from_flat, to_flat
 from ._kernel.taylor import second_derivative
 from ._moments import Moments
-from ._operator.curvature import check_scalar, hessian
+from ._operator.curvature import hessian
 from ._quantity import Trace
 from ._sampler import draw, needed, RademacherSampler
 from ._solution import Estimate, Solution
@@ -101,7 +101,7 @@ def laplacian(
     """
     check_point(x)
     x = jax.tree.map(jnp.asarray, x)
-    check_scalar("fn", fn, x)
+    check_scalar_function("fn", fn, x)
     value, gradient = jax.value_and_grad(fn)(x)
     structure = jax.eval_shape(lambda: x)
     # It stands for the Hessian, which is not made, and has its size and dtype.

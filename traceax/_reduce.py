@@ -30,13 +30,32 @@ def reduce_together(
     It adds one term after another. Where that may lose too many digits, each reduction
     stays apart, and XLA makes a tree of it."""
     shape = max((term.shape for term in terms), key=len)
+    operations = tuple(op for op, _ in zip(operations, terms, strict=False))
     terms = [jax.lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in terms]
-    zeros = tuple(jnp.zeros((), term.dtype) for term in terms)
-    if shape[0] * max(float(jnp.finfo(term.dtype).eps) for term in terms) > _LARGEST_LOSS:
-        each = zip(terms, zeros, operations, strict=False)
-        return tuple(jax.lax.reduce(*term, (0,)) for term in each)
-    together = ft.partial(pairwise, operations)
-    return jax.lax.reduce(tuple(terms), zeros, together, (0,))
+    loss = shape[0] * max(float(jnp.finfo(term.dtype).eps) for term in terms)
+    return (_apart if loss > _LARGEST_LOSS else _together)(operations, *terms)
+
+
+def _apart(operations, *terms):
+    pairs = zip(operations, terms, strict=True)
+    return tuple(jax.lax.reduce(x, _zero(x), op, (0,)) for op, x in pairs)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _together(operations, *terms):
+    zeros = tuple(map(_zero, terms))
+    return jax.lax.reduce(terms, zeros, ft.partial(pairwise, operations), (0,))
+
+
+@_together.defjvp
+def _together_jvp(operations, terms, tangents):
+    """JAX has one for any reduction, which makes a tree of slices."""
+    _, slopes = jax.jvp(ft.partial(_apart, operations), terms, tangents)
+    return _together(operations, *terms), slopes
+
+
+def _zero(x):
+    return jnp.zeros((), x.dtype)
 
 
 def pairwise(
@@ -46,15 +65,3 @@ def pairwise(
 ) -> tuple[Array, ...]:
     """Each of x combined with that of y by its own operation."""
     return tuple(op(*pair) for op, *pair in zip(operations, x, y, strict=False))
-
-
-@jax.custom_jvp
-def sums(*terms: Inexact[Array, " m"]) -> tuple[Inexact[Array, ""], ...]:
-    """The sum of each of some vectors of the same length."""
-    return reduce_together(terms)
-
-
-@sums.defjvp
-def _sums_jvp(primals, tangents):
-    """JAX has one for any reduction, which makes a tree of slices."""
-    return sums(*primals), tuple(map(jnp.sum, tangents))

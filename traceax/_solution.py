@@ -33,7 +33,7 @@ the probe vectors has an eigenvalue of the wrong sign, beyond rounding.
 
 Likely causes:
 
-(a) the tag is wrong: use `traceax.XTraceEstimator`, which needs no tag; or
+(a) the tag is wrong: leave it out, and use an estimator that needs none; or
 
 (b) the operator is not Hermitian: a semidefinite operator must be; or
 
@@ -90,10 +90,10 @@ Likely causes:
 
 _precision_lost_msg = """
 Rounding errors of the products change the value by a large part of the error that is
-reported, or by far more than an adaptive budget asks for. For a function of an operator
-this means that it is too ill conditioned for their precision, and that what depends on
-its smallest eigenvalues is unknown. `solution.stats["ritz_values"]` has the smallest and
-the largest that were seen.
+reported, or by far more than an adaptive budget asks for. A function of an operator is
+then too ill conditioned for their precision, and what depends on its smallest eigenvalues
+is unknown: its `solution.stats["ritz_values"]` has the smallest and the largest that were
+seen.
 
 Likely remedies:
 
@@ -105,7 +105,9 @@ Likely remedies:
 
 (c) for a log-determinant a preconditioner, whose products are better conditioned; or
 
-(d) add a multiple of the identity (`jitter`), larger than the rounding errors.
+(d) add a multiple of the identity (`jitter`), larger than the rounding errors; or
+
+(e) loosen the tolerance of an adaptive budget, or let `max_k` be n and a round or more.
 """.strip()
 
 _max_matvecs_reached_msg = """
@@ -114,9 +116,9 @@ The budget ended before the error bar was as small as asked.
 Likely remedies:
 
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
-    number of samples, and with more than n by a round or more, the exact answer is taken
-    where they are not enough. `solution.state` saves what has been spent already (the
-    exact answer then needs n more than the first `max_k`). `max_k` must have room for
+    number of samples, and from n and a round on, the exact answer is taken where they are
+    not enough. `state=solution.state` keeps what has been spent already (for the exact
+    answer, `max_k` then has to be n more than before). `max_k` must have room for
     `min_samples` samples; one of XTrace takes two products; or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
@@ -145,7 +147,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `outside_domain`: for another function, a Ritz value was outside of its domain, or
         not to be told from a pole at zero.
 
-    `RESULTS[solution.result]` is the message.
+    `RESULTS[solution.result]` is the message, empty for a success. `print` shows no name:
+    compare with a member, `solution.result == RESULTS.successful`.
 
     !!! Example
 
@@ -212,7 +215,7 @@ class Estimate(eqx.Module):
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
-    - `num_samples`: how many samples the estimate is the mean of.
+    - `num_samples`: how many samples there are, needed where `samples` is None.
     - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
         derivative of `value` is made; the mean of their outer products is the identity.
     - `bounds`: bounds of what `value` would be without quadrature error and rounding,
@@ -268,11 +271,12 @@ class Solution(eqx.Module):
         `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
         the logarithm of the mean of their exponentials. Where `value` is not a scalar,
         there is their number m instead, `"num_samples"`. `"std.err"` is the standard
-        error again, under the name that traceax 1.0 gave it. Functions of operators have
-        `"bounds"`, shape `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower
-        bound of what `value` would be without quadrature error and rounding, for the
-        same probes, with its standard error; and an upper bound with its own.
-        Estimators may add entries, which their documentation describes.
+        error again, under the name that traceax 1.0 gave it. Functions of operators (but
+        for log-determinants that are known from the structure) have `"bounds"`, shape
+        `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of what `value`
+        would be without quadrature error and rounding, for the same probes, with its
+        standard error; and an upper bound with its own. Estimators may add entries, which
+        their documentation describes.
     - `state`: with an adaptive budget, what a further call goes on from; `None` for a
         fixed one.
 

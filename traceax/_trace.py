@@ -80,7 +80,7 @@ def trace(
         the sampler's dtype does not fit.
     - An `equinox` run-time error with `throw=True`: a product was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
-        met.
+        met, or asks for less than rounding errors.
     """
     quantity = lambda _: Trace()  # noqa: E731
     settings = {"k": k, "key": key, "execution": execution, "throw": throw}

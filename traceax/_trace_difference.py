@@ -159,8 +159,8 @@ def trace_difference(
     `"samples"` and `"sample_brackets"` are those of differences, and `"ritz_values"`
     those of the operator, preconditioned, that is nearer to leaving the domain. The
     widths of the two brackets add up, as if their quadrature errors were unrelated. With
-    `k >= n`, `std_err` is what rounding may change the two traces by, to which their
-    difference may be small.
+    `k >= n`, `std_err` is how much rounding may change the two traces, which may be more
+    than their difference.
     Memory: `2 num_steps` vectors of length n for each probe of a block.
 
     Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -

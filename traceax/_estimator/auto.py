@@ -57,6 +57,10 @@ def select_trace_estimator(
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
     check_operator(operator)
+    if isinstance(k, Adaptive):
+        raise TypeError(
+            "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
+        )
     k = check_positive("k", k)
     if diagonal_cost(operator) <= k:
         return ExactTraceEstimator()

@@ -49,7 +49,7 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
     where n is larger. For an unbiased estimate, name the estimator.
 
     Cost: `k` products, $O(n k^2)$ operations. Memory: the estimates of both methods are
-    held, about `6.6 k` vectors of length n, and `6.1 k` with a semidefinite tag.
+    held, about `6.6 k` vectors of length n, and `6.2 k` with a semidefinite tag.
 
     !!! Example
 

@@ -64,11 +64,11 @@ class AutoPreconditioner(AbstractPreconditioning):
 
     - `shift`: a positive number that is not above the smallest eigenvalue: the noise
         variance of a Gaussian process, a ridge, a jitter. A larger one costs steps and
-        accuracy. `Solution.interval` shows that where the mean eigenvalue of $P^{-1} A$
-        is below 1: not if only a few eigenvalues are below the shift, or `max_rank`
-        leaves others far above it. It may be traced, and is constant to derivatives.
-        Where none is known, [`traceax.nystrom_preconditioner`][] estimates one for a
-        given rank.
+        accuracy. `Solution.interval` is wider then, if the mean eigenvalue of $P^{-1} A$
+        is below 1; it does not show if only a few eigenvalues are below the shift, or if
+        `max_rank` leaves others far above it. It may be traced, and is constant to
+        derivatives. Where none is known, [`traceax.nystrom_preconditioner`][] estimates
+        one for a given rank.
     - `max_rank`: the largest rank, a Python integer; more than n counts as n.
 
     ??? cite

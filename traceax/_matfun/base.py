@@ -131,7 +131,10 @@ def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
     """The part of an error message that describes an operator and a function that do not
     fit each other."""
     known = "known" if operator.hermitian else "not known"
-    return (
-        f"Found the function `{type(function).__name__}`, and an operator that is "
-        f"{known} to be Hermitian."
-    )
+    described = f"the function `{type(function).__name__}`"
+    if function.of_singular_values:
+        described = (
+            "a function of singular values, which `traceax.logdet` takes without a "
+            "semidefinite tag"
+        )
+    return f"Found {described}, and an operator that is {known} to be Hermitian."

@@ -132,11 +132,24 @@ def as_spectral_function(
     return _traced(function, np.result_type(real, np.complex64), jnp.inexact)
 
 
+_UNTRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
 def _traced(function: Callable[[Array], Any], dtype: DTypeLike, kind: Any) -> _Callable:
-    with standard_promotion():
-        closed = jax.make_jaxpr(lambda x: jnp.asarray(function(x)))(
-            jax.ShapeDtypeStruct((), dtype)
-        )
+    try:
+        with standard_promotion():
+            closed = jax.make_jaxpr(lambda x: jnp.asarray(function(x)))(
+                jax.ShapeDtypeStruct((), dtype)
+            )
+    except _UNTRACEABLE as error:
+        raise TypeError(
+            f"`function` must be one that JAX can trace. Found {function!r}, which needs "
+            "the number that a traced array will have. Use `jnp` in the place of `numpy` "
+            "and `math`, and `jnp.where` in the place of `if`."
+        ) from error
     (value,) = closed.out_avals
     if value.shape != () or not jnp.issubdtype(value.dtype, kind):
         raise TypeError(

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
-from jaxtyping import Array, Inexact, Scalar
+from jaxtyping import Array, DTypeLike, Inexact, Scalar
 
 from .._checks import check_scalar, plain_integer
 from .._kernel.small_matrix import by_eigenvalues, exponential, power, shifted_inverse
@@ -176,8 +176,9 @@ class Inverse(AbstractSpectralFunction):
 
     **Attributes:**
 
-    - `shift`: s, a real number or array of shape `()`, in which derivatives work. An
-        array must be positive; where it is not, the result is NaN.
+    - `shift`: s, a real number or array of shape `()`, in which derivatives work; a
+        complex one only for an operator of complex dtype without a Hermitian tag. The
+        real part of an array must be positive; where it is not, the result is NaN.
     """
 
     shift: Scalar | float
@@ -216,7 +217,7 @@ class Inverse(AbstractSpectralFunction):
         return value, -jnp.matmul(value, value, precision="highest")
 
     def _positive(self, dtype: Any) -> Scalar:
-        shift = jnp.asarray(self.shift, dtype)
+        shift = _parameter("shift", self.shift, dtype)
         return jnp.where(shift.real > 0, shift, jnp.nan) if self._shifted else shift
 
     @property
@@ -320,7 +321,8 @@ class Exp(AbstractSpectralFunction):
 
     **Attributes:**
 
-    - `scale`: s, a real number or array of shape `()`, in which derivatives work.
+    - `scale`: s, a real number or array of shape `()`, in which derivatives work; a
+        complex one only for an operator of complex dtype without a Hermitian tag.
     """
 
     scale: Scalar | float = 1.0
@@ -333,10 +335,10 @@ class Exp(AbstractSpectralFunction):
         check_scalar("scale", self.scale, real=False)
 
     def __call__(self, x):
-        return jnp.exp(jnp.asarray(self.scale, x.dtype) * x)
+        return jnp.exp(_parameter("scale", self.scale, x.dtype) * x)
 
     def of_matrix(self, matrix):
-        scale = jnp.asarray(self.scale, matrix.dtype)
+        scale = _parameter("scale", self.scale, matrix.dtype)
         value = exponential(scale, matrix)
         return value, scale * value
 
@@ -349,6 +351,17 @@ Exp.__init__.__doc__ = """**Arguments:**
 
 `TypeError` for a `scale` that is no scalar.
 """
+
+
+def _parameter(name: str, value: Scalar | float, dtype: DTypeLike) -> Scalar:
+    """As an array of the dtype of eigenvalues, or of a matrix that has them."""
+    if jnp.iscomplexobj(value) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"`{name}` is complex, which needs an operator of complex dtype without a "
+            f"Hermitian tag. Found {value!r}, and {jnp.dtype(dtype).name} eigenvalues or "
+            "matrices. Convert the operator, and leave out its tag."
+        )
+    return jnp.asarray(value, dtype)
 
 
 class Entropy(AbstractSpectralFunction):

@@ -186,5 +186,5 @@ GolubKahan.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`ValueError` for a negative `window`.
+`ValueError` for a `window` that is neither None nor an integer, 0 or more.
 """

@@ -208,8 +208,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         if not Lanczos().fits(operator, function):
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
-                f"function of its eigenvalues. {found(operator, function)} Tag it if it "
-                "is, or use `traceax.SLQEstimator`."
+                f"function of its eigenvalues. {found(operator, function)} Add the tag "
+                "that holds, or use `traceax.SLQEstimator`."
             )
 
     def _deflate(

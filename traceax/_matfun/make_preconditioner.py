@@ -124,7 +124,8 @@ def nystrom_preconditioner(
     **Arguments:**
 
     - `operator`: a positive-semidefinite-tagged operator, of any structure and dtype.
-    - `rank`: r, the number of random directions, a Python integer.
+    - `rank`: r, the number of random directions, a Python integer; more than n counts
+        as n.
     - `key`: a JAX PRNG key.
     - `shift`: about the size of the smallest eigenvalues, such as the noise variance of
         a Gaussian process; it is subtracted before the approximation and added after
@@ -135,7 +136,7 @@ def nystrom_preconditioner(
 
     **Returns:**
 
-    A `Preconditioner`, from `rank` products, all at once, and `O(n r^2)` operations.
+    A `Preconditioner`, from r products, all at once, and `O(n r^2)` operations.
     While it is made several arrays of r vectors of length n are held, and one is kept.
 
     **Raises:**
@@ -213,7 +214,7 @@ def pivoted_cholesky_preconditioner(
     **Arguments:**
 
     - `operator`: a positive-semidefinite-tagged operator.
-    - `rank`: r, the number of pivots, a Python integer.
+    - `rank`: r, the number of pivots, a Python integer; more than n counts as n.
     - `shift`: as in [`traceax.nystrom_preconditioner`][].
     - `diagonal`: of the operator, shape `(n,)`. `None`: from the operator itself, if
         lineax knows it.
@@ -221,7 +222,7 @@ def pivoted_cholesky_preconditioner(
 
     **Returns:**
 
-    A `Preconditioner`, from `rank` products, one after another, and `O(n r^2)`
+    A `Preconditioner`, from r products, one after another, and `O(n r^2)`
     operations. While pivots are chosen three arrays of r vectors of length n are held,
     at the end several, and one is kept.
 

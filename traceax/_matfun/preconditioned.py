@@ -3,6 +3,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree, Scalar
 
 from .._adaptive import Adaptive
@@ -12,7 +13,7 @@ from .._flat import FlatOperator
 from .._quantity import AbstractQuantity, Shifted, Trace
 from .._sampler import AbstractSampler
 from .._solution import Estimate
-from .base import AbstractFunctionEstimator, found
+from .base import AbstractFunctionEstimator
 from .functions import AbstractSpectralFunction, Log
 from .gradients import AbstractFunctionGradient
 from .preconditioner import (
@@ -20,17 +21,22 @@ from .preconditioner import (
     AbstractPreconditioning,
     check_size,
 )
+from .singular_functions import SingularLog
 from .steps import AdaptiveSteps
 
 
 def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) -> None:
     """Raise where a preconditioner says nothing of the function."""
+    if not isinstance(function, Log | SingularLog):
+        raise ValueError(
+            "`preconditioner` is for `traceax.Log()`. Found the function "
+            f"`{type(function).__name__}`. Leave `preconditioner` out."
+        )
     if not isinstance(function, Log) or not operator.hermitian:
         raise ValueError(
             "`operator` must be tagged positive semidefinite where there is a "
-            "`preconditioner`, and the function must be its logarithm. "
-            f"{found(operator, function)} If it is semidefinite, say so: "
-            "`lineax.TaggedLinearOperator(operator, "
+            "`preconditioner`. Found `operator` without the tag. If it is semidefinite, "
+            "say so: `lineax.TaggedLinearOperator(operator, "
             "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
         )
 
@@ -38,6 +44,12 @@ def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) 
 def check_preconditioner(preconditioner: Any, size: int | None = None) -> None:
     """Raise unless it is one, of this size if that is known, or makes one."""
     example = "nystrom_preconditioner(operator, rank, key=key)"
+    if isinstance(preconditioner, lx.AbstractLinearOperator):
+        raise TypeError(
+            "`preconditioner` must be an instance of `traceax.AbstractPreconditioner`. "
+            "Found a `lineax` operator, of which the determinant is not known. Pass, for "
+            f"example, `traceax.{example}`."
+        )
     if not isinstance(preconditioner, AbstractPreconditioning):
         check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
     if isinstance(preconditioner, AbstractPreconditioner) and size is not None:

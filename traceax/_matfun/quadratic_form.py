@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._flat import FlatOperator
 from .._kernel.gram_schmidt import unit
 from .._kernel.small_matrix import least_seen, with_pole
-from .._reduce import sums
+from .._reduce import reduce_together
 from .._solution import failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .rules import finite, roundoff
@@ -133,7 +133,7 @@ def gauss_rule(
     """What a quadrature rule gives, and the size that its rounding errors are relative
     to: that value or, if larger, its change when all nodes change by the same factor.
     (The logarithm and the entropy are 0 at 1, but change there.)"""
-    value, change = sums(weights * values, weights * jnp.abs(nodes * slopes))
+    value, change = reduce_together((weights * values, weights * jnp.abs(nodes * slopes)))
     change = jnp.where(jnp.isfinite(change), change, 0)
     return value, jnp.maximum(jnp.abs(value), change)
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 
 from .._kernel.dense import two_norm
 from .._kernel.quadrature import Compression, radau, shorter
-from .._reduce import sums
+from .._reduce import reduce_together
 from .functions import AbstractSpectralFunction
 
 
@@ -55,7 +55,7 @@ def integrals(
     lead = vectors[:, : len(measured)] * measured[:, None]
     weights = jnp.sum(jnp.abs(lead) ** 2, axis=1)
     pairs = zip(weights, values, strict=True)
-    return sums(*(jnp.where(w > 0, w * f, 0) for w, f in pairs))
+    return reduce_together([jnp.where(w > 0, w * f, 0) for w, f in pairs])
 
 
 def other_rules(

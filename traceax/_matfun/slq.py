@@ -61,11 +61,11 @@ class SLQEstimator(AbstractFunctionEstimator):
 
     Further entries of `stats` are `"ritz_values"`, shape `(2,)`, and
     `"gradient_residual"`, shape `(k,)`, for a Hermitian operator the relative residual of
-    $f'(A) z_i$ from the Krylov space of each probe. The former are the smallest and the
-    largest number that was found, by Lanczos of the Ritz values, by Golub-Kahan of the
-    singular values of the bidiagonal matrices, and by Arnoldi of the eigenvalues of the
-    Hermitian part of the Hessenberg matrices, between which the real parts of its
-    eigenvalues are.
+    $f'(A) z_i$ from the Krylov space of each probe; an exact answer has no entries for
+    probes. `"ritz_values"` are the smallest and the largest number that was found, by
+    Lanczos of the Ritz values, by Golub-Kahan of the singular values of the bidiagonal
+    matrices, and by Arnoldi of the eigenvalues of the Hermitian part of the Hessenberg
+    matrices, between which the real parts of its eigenvalues are.
 
     **Attributes:**
 

@@ -9,7 +9,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Scalar, Shaped
 
-from .._checks import check_positive
+from .._checks import check_positive, check_scalar_function
 from .._flat import standard_promotion
 
 
@@ -46,18 +46,6 @@ def _jacobian(
     return lx.JacobianLinearOperator(
         lambda params, _: fn(eqx.combine(params, static)), params, tags=tags
     )
-
-
-def check_scalar(name: str, fn: Callable[[_Point], Scalar], x: _Point) -> None:
-    out = eqx.filter_eval_shape(fn, x)
-    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
-        fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
-        if getattr(out, "shape", None) == ():
-            fix = "Pass floating-point numbers, for example `x.astype(float)`."
-        raise TypeError(
-            f"`{name}` must return a real floating-point scalar, of shape (). Found "
-            f"{out}. {fix}"
-        )
 
 
 def _check_outputs(name: str, outputs: PyTree, kind: type) -> None:
@@ -215,7 +203,7 @@ def hessian(
     """
     if batches is not None or at_once != 1:
         return _mean(hessian, (f,), x, batches, at_once, lx.symmetric_tag)
-    check_scalar("f", f, x)
+    check_scalar_function("f", f, x)
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
 
 
@@ -285,7 +273,7 @@ def ggn(
         return _mean(ggn, (model, loss), x, batches, at_once, _SEMIDEFINITE)
     jacobian, outputs = _jacobian(model, x), model(x)
     _check_outputs("model", outputs, jnp.floating)
-    check_scalar("loss", loss, outputs)
+    check_scalar_function("loss", loss, outputs)
     jacobian = lx.linearise(jacobian)
     curvature = lx.linearise(hessian(loss, outputs))
     return lx.TaggedLinearOperator(jacobian.T @ curvature @ jacobian, _SEMIDEFINITE)
