@@ -143,6 +143,18 @@ def test_covers_where_one_eigenvalue_is_left():
     assert np.all(successful)
 
 
+def test_covers_where_rounding_is_all_of_the_error():
+    """One small eigenvalue, which is deflated: a single draw of how rounding moves it may
+    be close to zero by chance."""
+    matrix = hermitian(0, np.append(np.ones(19), 1e-5), np.float32)
+    exact = np.linalg.slogdet(matrix.astype(np.float64))[1]
+    call = of_function(tx.Log(), DEFLATED, 6, k=12)
+    ends, successful, std_err, value = solved(call, matrix)
+    assert np.mean(inside(ends, exact)) >= 0.95
+    assert np.all(successful)
+    assert np.sqrt(np.mean(std_err**2)) <= 3 * np.std(value, dtype=np.float64)
+
+
 @pytest.mark.parametrize(
     ("function", "exact", "num_steps", "spectrum"),
     [

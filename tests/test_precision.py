@@ -309,6 +309,34 @@ def test_general_operators():
         assert successful | (dtype == BRAIN)
 
 
+def test_perturbations_that_leave_the_domain_of_a_general_operator():
+    """Half of the eigenvalues are below what products in low precision tell from zero."""
+    vectors = np.eye(20) + 0.1 * np.random.default_rng(1).standard_normal((20, 20))
+    values = np.where(np.arange(20) < 10, 1, 1e-3)
+    dense = (vectors * values) @ np.linalg.inv(vectors)
+    matrix = jnp.asarray(dense.astype(BRAIN))
+
+    @eqx.filter_jit
+    def one(key, k):
+        settings = {"k": k, "num_steps": 6, "key": key, "throw": False}
+        function = tx.Power(0.5)
+        solution = tx.trace_of_function(matrix_free(matrix), function, **settings)
+        lost = solution.result == LOST
+        finite = jnp.isfinite(solution.value) & jnp.isfinite(solution.std_err)
+        return finite, lost, solution.interval(), solution.result == tx.RESULTS.successful
+
+    finite, lost, ends, successful = jax.vmap(lambda key: one(key, 8))(
+        jr.split(KEYS[0], 100)
+    )
+    assert np.all(np.isfinite(ends)[:, successful])
+    assert np.sum(finite & lost) > 50
+    finite, lost, (low, high), _ = one(KEYS[0], 20)
+    assert finite
+    assert lost
+    assert low == -np.inf
+    assert high == np.inf
+
+
 def test_it_raises():
     matrix = low_rank(400).astype(BRAIN)
     operator = matrix_free(matrix, PSD)

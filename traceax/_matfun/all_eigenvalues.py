@@ -93,13 +93,15 @@ def _of_general_matrix(
         again, _ = function.of_matrix(rounded(matrix, operator.eps).T)
     terms = diagonal(of_matrix)
     value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(again) - terms))
+    # Outside of the domain rounding may change anything.
+    change = jnp.where(jnp.isfinite(change), change, jnp.inf)
     real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
     # Terms may also cancel within each entry of the diagonal.
     floor = 32 * float(jnp.finfo(matrix.dtype).eps) * two_norm(of_matrix)
     size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
-    lost = jnp.isfinite(change) & (change > size)
+    lost = change > size
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
     extra = {"ritz_values": extremes}

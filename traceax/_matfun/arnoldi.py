@@ -123,6 +123,9 @@ class Arnoldi(AbstractKrylovMethod):
         error = jnp.where(run.residual > 0, 2 * change, 0) + floor
         square = run.norm**2
         error = finite(error, square)
+        # So may what rounding does to the matrix; then it may change anything.
+        anything = finite(jnp.full_like(square, jnp.inf), square)
+        rounding = jnp.where(jnp.isfinite(again), again - value, anything)
         sensitivity = jnp.where(jnp.isfinite(moved[0]), jnp.abs(moved[0]), 0)
         ends = eigh((matrix + matrix.conj().T) / 2)[0][jnp.array([0, -1])]
         return QuadraticForm(
@@ -134,7 +137,7 @@ class Arnoldi(AbstractKrylovMethod):
             residual=run.residual * jnp.abs(slope[last]) / jnp.where(size > 0, size, 1),
             bracket=square * (value.real + jnp.stack([-error, error])),
             magnitude=square * jnp.maximum(jnp.abs(value), sensitivity),
-            rounding=square * (again - value),
+            rounding=square * rounding,
             extremes=ends,
         )
 

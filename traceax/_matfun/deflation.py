@@ -68,8 +68,10 @@ class Deflation(eqx.Module):
         again, others = eigh(run.again)
         again = values_at(function, again + run.neglected, eps)
         changes = _diagonal(again, others, present) - _diagonal(values, vectors, present)
-        # The sum may be small by chance.
-        rounding = jnp.maximum(jnp.abs(jnp.sum(changes)), two_norm(changes))
+        # They, or their sum, may be small by chance.
+        known = eps * jnp.max(jnp.abs(nodes)) * two_norm(weights * slopes)
+        seen = jnp.maximum(jnp.abs(jnp.sum(changes)), two_norm(changes))
+        rounding = jnp.maximum(seen, known)
         unresolved = unresolved_of(function, weights, used, values, eps)
         parts = run.matrix, run.coupling, (steps - 1) * b, nodes, vectors
         compression = Compression(*parts)
