@@ -247,13 +247,13 @@ plt.show()
 
 # %% [markdown]
 # With the same small learning rate the curvature is ahead of Adam in steps: it makes
-# large steps where the loss is flat. But it does not tolerate the large learning rates that
-# Adam does, whose loss at its best rate is lower in the end, and each of its steps
-# costs 1.8 gradients instead of one: four products in ten steps, each of about two
-# gradients. On this small problem **Adam is the better choice**. That is no judgement
-# on the method, which was made for large language models, and has more settings than
-# were tried here ($\gamma$, `k`, `every`, the averages). It shows how a comparison is
-# to be made: each method at its own best, and products counted.
+# large steps where the loss is flat. But it does not tolerate the large learning
+# rates that Adam does, whose loss at its best rate is lower in the end, and each of
+# its steps costs 1.8 gradients instead of one: four products in ten steps, each of
+# about two gradients. On this small problem **Adam is the better choice**. That is no
+# judgement on the method, which was made for large language models, and has more
+# settings than were tried here ($\gamma$, `k`, `every`, the averages). It shows how a
+# comparison is to be made: each method at its own best, and products counted.
 #
 # Elsewhere the diagonal itself is needed: in a Laplace approximation, to prune weights,
 # or as a [preconditioner](../quantities.md#as-a-preconditioner).
