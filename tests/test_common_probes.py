@@ -390,7 +390,7 @@ def of_first(other, function=tx.Log(), *estimator, **settings):
         (
             lambda: of_first(SECOND, tx.Exp(), preconditioner=preconditioner()),
             ValueError,
-            "the function must be its logarithm",
+            "`preconditioner` is for",
         ),
         (lambda: of_first(SECOND, key=None), ValueError, "`key` is missing"),
         (lambda: of_first(SECOND, 3), TypeError, "`function`"),
