@@ -187,10 +187,10 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         "solve_steps": steps,
         "solve_residual": left / jnp.where(size > 0, size, 1),
     }
-    if "bounds" in known:
-        ends, bars = known["bounds"][::-1].T
+    for name in {"bounds", "proven_bounds"} & set(known):
+        ends, bars = known[name][::-1].T
         bars = jnp.hypot(bars, rounding) / 2
-        stats["bounds"] = jnp.stack([combine(ends), bars], axis=1)
+        stats[name] = jnp.stack([combine(ends), bars], axis=1)
     if "ritz_values" in known:
         stats["ritz_values"] = known["ritz_values"]
     if "history" in known:

@@ -24,6 +24,7 @@ from ._matfun.steps import (
     AdaptiveSteps,
     check_steps,
     choose_steps,
+    exact_limit,
     excess,
     standard_error,
     Steps,
@@ -114,6 +115,9 @@ class _LogTraceExp(AbstractTask):
     def fallback(self) -> str:
         return self.name
 
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps)
+
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
     ) -> Estimate:
@@ -201,10 +205,11 @@ class _LogTraceExp(AbstractTask):
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         size = _magnitude(scale, extremes)
 
-        def missed(k):
-            return excess(error / 2 - flat.rounding * size, k.tolerance(value))
-
-        taken, wide = steps.report(k, missed)
+        aimed = jnp.hypot(std_err, flat.rounding * size)
+        if isinstance(k, Adaptive):
+            aimed = k.tolerance(value)
+        missed = error / 2 - flat.rounding * size
+        taken, wide = steps.report(excess(missed, aimed) > 1)
         return Estimate(
             value=attach_derivative(value, live),
             std_err=std_err,

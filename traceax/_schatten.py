@@ -71,10 +71,10 @@ class _Schatten(AbstractFunctionTask):
         if self.function.exponent < 1:
             roundoff = flat.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
-        bounds = estimate.bounds
-        if bounds is not None:
-            bounds = bounds.at[0, 1].set(self.quantity.downward(*bounds[0]))
-        return dataclasses.replace(estimate, value=value, bounds=bounds)
+        estimate = dataclasses.replace(estimate, value=value)
+        return estimate.map_bounds(
+            lambda x: x.at[0, 1].set(self.quantity.downward(*x[0]))
+        )
 
 
 @jax.custom_jvp

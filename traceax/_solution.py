@@ -1,3 +1,4 @@
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -110,6 +111,31 @@ Likely remedies:
 (e) loosen the tolerance of an adaptive budget, or let `max_k` be n and a round or more.
 """.strip()
 
+_too_few_steps_msg = """
+As many Krylov steps as the call allows itself are too few: they leave a quadrature error
+that is larger than the error bar, or than the tolerance of an adaptive budget; or the
+function is infinite at zero, and after so many steps the operator cannot be told from a
+singular one. More probes do not help.
+
+Likely remedies:
+
+(a) more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`; or
+
+(b) for a log-determinant, and for the diagonal of an inverse, a preconditioner; or
+
+(c) for an operator that is known not to have eigenvalues below some number, tell it:
+    `traceax.SLQEstimator(lower_bound=...)`; or
+
+(d) for one that may be singular, a multiple of the identity (`jitter`), a function that
+    is finite at zero, or the complement of its null space; or
+
+(e) the exact answer, by `k >= n`; up to n = 4096 (1024 for a function of an operator that
+    is not tagged Hermitian) it is taken by itself where `num_steps` is left out; or
+
+(f) a number as `num_steps`, which is taken as it is: `solution.interval()` has the
+    quadrature error then.
+""".strip()
+
 _max_matvecs_reached_msg = """
 The budget ended before the error bar was as small as asked.
 
@@ -142,8 +168,10 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         answers, they change the second digit. With an adaptive budget
         for a scalar, they alone are far above the tolerance.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
-    - `max_steps_reached`, of lineax: as many steps as [`traceax.AdaptiveSteps`][] allows
-        were too few for the tolerance; or a linear solve did not converge.
+    - `too_few_steps`: for functions of operators, as many steps as
+        [`traceax.AdaptiveSteps`][] allows leave a quadrature error above the error bar or
+        the tolerance, or cannot tell the operator from a singular one.
+    - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for another function, a Ritz value was outside of its domain, or
         not to be told from a pole at zero.
 
@@ -170,6 +198,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     outside_domain = _outside_domain_msg
     zero_determinant = _zero_determinant_msg
     precision_lost = _precision_lost_msg
+    too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg
 
 
@@ -222,6 +251,8 @@ class Estimate(eqx.Module):
         for the same samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar:
         the lower one with its standard error, and the upper one with its own; None if
         there are no such errors, beside `rounding`.
+    - `proven_bounds`: the same without an estimate of the quadrature error; None if they
+        are as far apart as `bounds`.
     """
 
     value: Inexact[Array, "*q"]
@@ -237,6 +268,16 @@ class Estimate(eqx.Module):
     num_samples: Real[Array, ""] | int = 1
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
     bounds: Real[Array, "2 2 *q"] | None = None
+    proven_bounds: Real[Array, "2 2 *q"] | None = None
+
+    def map_bounds(
+        self, fn: Callable[[Real[Array, "2 2 *q"]], Real[Array, "2 2 *q"]]
+    ) -> "Estimate":
+        """The same with `fn` of either kind of bounds, where there are any."""
+        kinds = {"bounds": self.bounds, "proven_bounds": self.proven_bounds}
+        return dataclasses.replace(
+            self, **{name: fn(x) for name, x in kinds.items() if x is not None}
+        )
 
 
 class Solution(eqx.Module):
@@ -291,7 +332,7 @@ class Solution(eqx.Module):
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
     def interval(
-        self, confidence: Any = 0.95
+        self, confidence: Any = 0.95, *, proven: bool | None = None
     ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
@@ -299,7 +340,12 @@ class Solution(eqx.Module):
         The sampling error is the standard error times a quantile of Student's t for the
         number of samples. For functions of operators, log-determinants and Schatten
         norms it is added at both ends of `stats["bounds"]`, each with its own standard
-        error. Look at `result` first: where a call failed, the interval means nothing.
+        error. The quadrature error in these is an estimate, which measurements support
+        for intervals of up to 95%. For more confidence, or with `proven=True`,
+        `stats["proven_bounds"]` take their place, in which no error is estimated where
+        bounds are known. They may be far apart, and one of them is infinite where the
+        function is infinite at zero and the operator cannot be told from a singular one.
+        Look at `result` first: where a call failed, the interval means nothing.
 
         !!! Example
 
@@ -320,6 +366,8 @@ class Solution(eqx.Module):
 
         - `confidence`: the probability with which the truth is to be inside, between 0
             and 1; a number or a scalar array, which may be traced.
+        - `proven`: whether to take the bounds that are proven. Default: where
+            `confidence` is above 0.95.
 
         **Returns:**
 
@@ -332,7 +380,7 @@ class Solution(eqx.Module):
         between 0 and 1, or an `equinox` run-time error where it is traced. `ValueError`
         for a batch of solutions.
         """
-        names = ("bounds", "samples", "num_samples")
+        names = ("bounds", "proven_bounds", "samples", "num_samples")
         known = {name: self.stats[name] for name in names if name in self.stats}
         dimensions = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
         shapes = {name: jnp.shape(self.stats.get(name, 0)) for name in dimensions}
@@ -342,7 +390,10 @@ class Solution(eqx.Module):
                 "solution: solution.interval())(solutions)`."
             )
         answer = jax.lax.stop_gradient((self.value, self.std_err, known))
-        return _interval(*answer, _checked(confidence))
+        confidence = _checked(confidence)
+        if proven is None:
+            proven = confidence > 0.95
+        return _interval(*answer, confidence, jnp.asarray(proven))
 
     @property
     def details(self) -> str:
@@ -379,7 +430,11 @@ def _checked(confidence: Any) -> Array:
 
 @eqx.filter_jit
 def _interval(
-    value: PyTree[Array], std_err: PyTree[Array], known: dict[str, Any], confidence: Array
+    value: PyTree[Array],
+    std_err: PyTree[Array],
+    known: dict[str, Any],
+    confidence: Array,
+    proven: Array,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     # The bar of `DynamicTrace` is not that of a number of samples.
     count = jnp.asarray(known.get("num_samples", jnp.inf))
@@ -395,6 +450,9 @@ def _interval(
         half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
         return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 
-    leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
+    leaves = [value, std_err]
+    if "bounds" in known:
+        both = known["proven_bounds"], known["bounds"]
+        leaves.append(jax.tree.map(ft.partial(jnp.where, proven), *both))
     low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
     return low, high

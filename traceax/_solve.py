@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -100,6 +101,12 @@ class AbstractTask(eqx.Module):
     def fallback(self) -> str:
         """The name of an estimator that works with any budget."""
 
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        """The largest size of such an operator for which the exact answer takes the place
+        of one that ends as `RESULTS.too_few_steps`; 0 where no number of steps is
+        chosen."""
+        return 0
+
     @abc.abstractmethod
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
@@ -127,8 +134,9 @@ def solve(
     throw: bool,
 ) -> Solution:
     """The call of an estimator. A budget of n or more is spent on the exact answer,
-    whatever the estimator; an adaptive one, where that turns out to be cheaper. The
-    operator has been checked."""
+    whatever the estimator; an adaptive one, where that turns out to be cheaper; and any
+    one, where a number of steps that was chosen turns out to be too small for an operator
+    that is not large. The operator has been checked."""
     check_key(key)
     if not isinstance(k, Adaptive):
         k = check_positive("k", k)
@@ -238,11 +246,57 @@ def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) 
 
 def _solve(estimator, operator, k, key, execution) -> Solution:
     size, quantity = operator.in_size(), estimator.quantity
+    limit = estimator.exact_limit(operator)
+
+    def exactly():
+        solution = _package(estimator.exact(operator, execution), quantity)
+        if limit == 0:
+            return solution
+        stats = solution.stats | {"exact": jnp.ones((), bool)}
+        return dataclasses.replace(solution, stats=stats)
+
     if first_budget(k) >= size or size < estimator.min_matvecs:
-        return _package(estimator.exact(operator, execution), quantity)
-    if not isinstance(k, Adaptive):
-        return _package(estimator.run(operator, k, key, execution), quantity)
-    earlier = k.state
+        return exactly()
+    if isinstance(k, Adaptive):
+        estimate, k = _run_adaptive(estimator, operator, k, key, execution)
+    else:
+        estimate = estimator.run(operator, k, key, execution)
+    solution, ended = _package(estimate, quantity), jnp.zeros((), bool)
+    if limit > 0:
+        stats = solution.stats | {"exact": ended}
+        solution = dataclasses.replace(solution, stats=stats)
+    may_end = size <= limit
+    if may_end:
+        ended |= solution.result == RESULTS.too_few_steps
+    floor = jnp.zeros(())
+    if isinstance(k, Adaptive):
+        pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
+        _, floor = quantity.present(*jax.lax.stop_gradient(pair))
+        if k.exact_cost is not None:
+            may_end = True
+            unknown = first_failure(solution.result, _too_coarse(k, solution, floor))
+            ended |= solution.result == RESULTS.max_matvecs_reached
+            ended |= unknown == RESULTS.precision_lost
+    if may_end:
+        # Of a batch, all take the same branch: that of one would be made for each.
+        @jax.checkpoint
+        def take_exact():
+            exact = exactly()
+            pairs = (_replaced(solution, exact), exact.std_err), (solution, floor)
+            return jax.tree.map(lambda *x: jnp.where(ended, *x), *pairs)
+
+        branches = take_exact, lambda: (solution, floor)
+        solution, floor = jax.lax.cond(eqxi.unvmap_any(ended), *branches)
+    if isinstance(k, Adaptive):
+        result = first_failure(solution.result, _too_coarse(k, solution, floor))
+        solution = dataclasses.replace(solution, result=result)
+    return solution
+
+
+def _run_adaptive(estimator, operator, k, key, execution) -> tuple[Estimate, Adaptive]:
+    """The estimate, with the state that a later call goes on from; and the budget, less
+    what is kept back for the exact answer."""
+    size, earlier = operator.in_size(), k.state
     k = k.within(size, estimator.min_matvecs if earlier is None else earlier.max_k)
     if earlier is not None:
         if k.max_k < earlier.max_k:
@@ -255,21 +309,7 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
     data = None if key is None else jr.key_data(key)
     arrays, settings = _identities(estimator), _settings(estimator)
     state = RunState(estimate.state, data, arrays, settings, k.max_k)
-    solution = _package(dataclasses.replace(estimate, state=state), quantity)
-    pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
-    _, floor = quantity.present(*jax.lax.stop_gradient(pair))
-    if k.exact_cost is not None:
-
-        def take_exact():
-            exact = _package(estimator.exact(operator, execution), quantity)
-            return _replaced(solution, exact), exact.std_err
-
-        unknown = first_failure(solution.result, _too_coarse(k, solution, floor))
-        ended = solution.result == RESULTS.max_matvecs_reached
-        ended |= unknown == RESULTS.precision_lost
-        solution, floor = jax.lax.cond(ended, take_exact, lambda: (solution, floor))
-    result = first_failure(solution.result, _too_coarse(k, solution, floor))
-    return dataclasses.replace(solution, result=result)
+    return dataclasses.replace(estimate, state=state), k
 
 
 def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
@@ -291,14 +331,20 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     """The solution: with the rounding floor in the error bar, derivatives of the value
     alone, and the value in the form that users see."""
     value = estimate.value
-    others = estimate.std_err, estimate.samples, estimate.extra, estimate.bounds
-    std_err, samples, extra, bounds = jax.lax.stop_gradient(others)
+    others = estimate.std_err, estimate.samples, estimate.extra
+    std_err, samples, extra = jax.lax.stop_gradient(others)
+    kinds = {"bounds": estimate.bounds, "proven_bounds": estimate.proven_bounds}
+    if estimate.proven_bounds is None:
+        kinds["proven_bounds"] = estimate.bounds
+    kinds = jax.lax.stop_gradient({name: x for name, x in kinds.items() if x is not None})
     if estimate.rounding > 0:
         errors = _floor(estimate), estimate.unresolved
         floor, unresolved = jax.lax.stop_gradient(errors)
         std_err = jnp.hypot(std_err, jnp.hypot(floor, unresolved))
-        if bounds is not None:
-            bounds = jnp.stack([bounds[:, 0], jnp.hypot(bounds[:, 1], floor)], axis=1)
+        kinds = {
+            name: jnp.stack([ends[:, 0], jnp.hypot(ends[:, 1], floor)], axis=1)
+            for name, ends in kinds.items()
+        }
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
@@ -309,9 +355,9 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
         stats["num_samples"] = estimate.num_samples
     else:
         stats["samples"] = samples
-    if bounds is not None:
-        lower, upper = (quantity.present(*end) for end in bounds)
-        stats["bounds"] = jax.tree.map(_two_by_two, *lower, *upper)
+    for name, ends in kinds.items():
+        lower, upper = (quantity.present(*end) for end in ends)
+        stats[name] = jax.tree.map(_two_by_two, *lower, *upper)
     return Solution(value, std_err, result, stats | extra, estimate.state)
 
 

@@ -16,7 +16,7 @@ from ._matfun.callables import as_spectral_function
 from ._matfun.functions import AbstractSpectralFunction
 from ._matfun.gradients import AbstractFunctionGradient, LanczosGradient
 from ._matfun.slq import SLQEstimator
-from ._matfun.steps import AdaptiveSteps, check_steps
+from ._matfun.steps import AdaptiveSteps, check_steps, exact_limit
 from ._solution import Estimate, Solution
 from ._solve import solve
 
@@ -28,6 +28,9 @@ class _TraceOfFunction(AbstractFunctionTask):
     estimator: AbstractFunctionEstimator
     gradient: AbstractFunctionGradient
     num_steps: int | AdaptiveSteps
+
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps, orthogonal=is_hermitian(operator))
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution

@@ -61,6 +61,18 @@ class Compression(eqx.Module):
         return Compression(-self.matrix, coupling, self.first, nodes, self.vectors)
 
 
+def largest_weight(compression: Compression, at: Real[Array, ""]) -> Real[Array, ""]:
+    """The largest weight that the measure of a vector can have `at` a point below the
+    nodes, if its coefficients are those of T: its Christoffel function there, one over
+    the sum of the squares of the orthonormal polynomials, which are proportional to
+    `(T - a)^(-1) e_s`."""
+    largest = compression.largest
+    distances = (compression.nodes - at) / jnp.where(largest > 0, largest, 1)
+    distances = jnp.maximum(distances, jnp.finfo(distances.dtype).tiny ** 0.25)
+    last = compression.vectors[compression.first] / distances
+    return jnp.vdot(compression.vectors[0], last) ** 2 / jnp.vdot(last, last)
+
+
 def radau(compression: Compression, end: Real[Array, ""]) -> Inexact[Array, "q q"]:
     """T of one step more, chosen such that `end`, at or below the spectrum, is a node
     (Golub, SIAM Review 15, 1973, 318-334). Its linear system is solved by the eigenpairs
@@ -107,6 +119,16 @@ def shorter(compression: Compression) -> Inexact[Array, "q q"]:
     kept = jnp.where(left_out[:, None] | left_out, 0, matrix)
     filling = jnp.where(left_out, matrix[0, 0], 0)
     return longer(kept + jnp.diag(filling), len(border))
+
+
+def first_steps(
+    matrix: Real[Array, "p p"], steps: Int[Array, ""] | int
+) -> Real[Array, "q q"]:
+    """A tridiagonal T of the first `steps` steps, 1 or more, for the size that `radau`
+    gives: the others are decoupled, and have no weight."""
+    row = jnp.arange(len(matrix))
+    inside = (row < steps)[:, None] == (row < steps)
+    return longer(jnp.where(inside, matrix, 0), 1)
 
 
 def longer(matrix: Inexact[Array, "p p"], b: int) -> Inexact[Array, "q q"]:

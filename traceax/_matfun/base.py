@@ -1,6 +1,7 @@
 import abc
 
 import equinox as eqx
+import lineax as lx
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._adaptive import Adaptive
@@ -12,7 +13,7 @@ from .._solution import Estimate
 from .._solve import AbstractTask
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
-from .steps import AdaptiveSteps
+from .steps import AdaptiveSteps, exact_limit
 
 
 class AbstractFunctionEstimator(eqx.Module):
@@ -112,6 +113,7 @@ class AbstractFunctionTask(AbstractTask):
     """An estimator with the settings of one call, in the form that `solve` takes."""
 
     estimator: eqx.AbstractVar[AbstractFunctionEstimator]
+    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
     quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
 
     @property
@@ -125,6 +127,9 @@ class AbstractFunctionTask(AbstractTask):
     @property
     def fallback(self) -> str:
         return "SLQEstimator"
+
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps)
 
 
 def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:

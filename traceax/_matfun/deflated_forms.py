@@ -15,8 +15,8 @@ from .deflation import Deflation
 from .functions import AbstractSpectralFunction
 from .lanczos import Lanczos
 from .quadratic_form import QuadraticForm
-from .rules import lower_end
-from .steps import AdaptiveSteps, choose_steps, Steps
+from .rules import finite, likely_end, lower_end
+from .steps import AdaptiveSteps, choose_steps, excess_of_form, Steps
 
 
 _LANCZOS = Lanczos()
@@ -24,12 +24,14 @@ _LANCZOS = Lanczos()
 
 class DeflatedForms(eqx.Module):
     """Quadratic forms of the probes that follow the first `used` ones, without their part
-    in the deflated space, together with what is known of that part."""
+    in the deflated space, together with what is known of that part: its `bracket`, and
+    how far below and above its value the truth is `likely` to be."""
 
     deflation: Deflation
     function: AbstractSpectralFunction
     lower: Real[Array, ""]
     bracket: Real[Array, "2"]
+    likely: Real[Array, "2"]
     ends: Real[Array, "2"]
     sampler: AbstractSampler
     key: PRNGKeyArray | None
@@ -45,10 +47,15 @@ class DeflatedForms(eqx.Module):
         key: PRNGKeyArray | None,
         used: int,
     ) -> "DeflatedForms":
-        lower = lower_end(function, deflation.compression, None, operator.eps)
-        bracket = deflation.bracket(function, lower)
-        ends = deflation.compression.nodes[jnp.array([0, -1])]
-        return cls(deflation, function, lower, bracket, ends, sampler, key, used)
+        compression = deflation.compression
+        lower = lower_end(function, compression, None, operator.eps)
+        bracket = narrow = deflation.bracket(function, lower)
+        if function.bracketed:
+            narrow = deflation.bracket(function, likely_end(compression, lower))
+        likely = jnp.array([-1, 1]) * (narrow - deflation.value)
+        ends = compression.nodes[jnp.array([0, -1])]
+        settings = lower, bracket, likely, ends, sampler, key, used
+        return cls(deflation, function, *settings)
 
     def probes(
         self, flat: FlatOperator, indices: Int[Array, " m"]
@@ -94,8 +101,16 @@ class DeflatedForms(eqx.Module):
             magnitude=deflation.magnitude + one.magnitude,
             extremes=jnp.where(whole, self.ends, one.extremes),
             unresolved=deflation.unresolved + one.unresolved,
+            hidden=self._hidden(one),
             spread=one.deviation * variance**0.5,
         )
+
+    def _hidden(self, one: QuadraticForm) -> Real[Array, "2"] | None:
+        """That of the form, whose lower end, from the deflated space, is no known one."""
+        if one.hidden is None or not self.function.singular_at_zero:
+            return one.hidden
+        unknown = jnp.full_like(one.hidden, jnp.inf)
+        return one.hidden.at[1].set(finite(unknown, 1.0)[1])
 
     def choose_steps(
         self,
@@ -111,8 +126,7 @@ class DeflatedForms(eqx.Module):
         constant = freeze(dataclasses.replace(self, bracket=narrow))
 
         def look(flat, state, made):
-            one = constant._read(flat, state, made, 1)
-            return excess(one.value, one.bracket, one.deviation)
+            return excess_of_form(constant._read(flat, state, made, 1), excess)
 
         least = 1 if self.function.bracketed else 4
         return choose_steps(adaptive, _LANCZOS, operator, probe, least, look, execution)

@@ -94,7 +94,9 @@ class Deflation(eqx.Module):
         nodes, vectors = eigh(other_rules(function, self.compression, lower))
         nodes = other_nodes(function, nodes, lower)
         others = integrals(map(function, nodes), vectors, self.present)
-        return bracket_of(function, self.value, others, self.compression.coupling)
+        # The last block is not deflated, and two more steps go there and back.
+        settings = others, self.compression.coupling, 3
+        return bracket_of(function, self.value, *settings)
 
     def left(
         self, function: AbstractSpectralFunction, eps: float

@@ -85,4 +85,10 @@ class Difference(AbstractKrylovMethod):
             rounding=a.rounding - b.rounding,
             extremes=jnp.stack([a.extremes, b.extremes]),
             unresolved=a.unresolved + b.unresolved,
+            changes=_both(jnp.add, a.changes, b.changes),
+            hidden=_both(jnp.maximum, a.hidden, b.hidden),
         )
+
+
+def _both(fn: Any, a: Array | None, b: Array | None) -> Array | None:
+    return None if a is None or b is None else fn(a, b)

@@ -117,6 +117,13 @@ class AbstractSpectralFunction(eqx.Module):
         )
 
     @property
+    def degree(self) -> int | None:
+        """That of a polynomial, for which quadrature rules of enough steps are exact (for
+        a function of singular values, of a polynomial in their squares); `None` for
+        another function."""
+        return None
+
+    @property
     def derivative_by_solves(self) -> tuple[float, int] | None:
         """`(c, p)` if the derivative is $c x^{-p}$ with an integer $p \\ge 1$: then
         [`traceax.SolveGradient`][] can make gradients."""
@@ -287,6 +294,10 @@ class Power(AbstractSpectralFunction):
     @property
     def nonnegative(self) -> bool:  # pyright: ignore
         return self.semidefinite_domain or self.exponent % 2 == 0
+
+    @property
+    def degree(self) -> int | None:
+        return int(self.exponent) if self._whole and self.exponent >= 0 else None
 
     def __call__(self, x):
         return x ** int(self.exponent) if self._whole else x**self.exponent

@@ -14,7 +14,12 @@ from .._kernel.golub_kahan import (
     golub_kahan_start,
 )
 from .._kernel.gram_schmidt import unit
-from .._kernel.quadrature import Compression, radau_factor, tridiagonal
+from .._kernel.quadrature import (
+    Compression,
+    longer,
+    radau_factor,
+    tridiagonal,
+)
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
@@ -26,7 +31,15 @@ from .quadratic_form import (
     unresolved_of,
     values_at,
 )
-from .rules import bracket_of, integrals, other_rules
+from .rules import (
+    bracket_of,
+    change_below,
+    changes_of,
+    hidden_at,
+    integrals,
+    other_rules,
+    seen_above,
+)
 
 
 class GolubKahan(AbstractKrylovMethod):
@@ -125,32 +138,43 @@ class GolubKahan(AbstractKrylovMethod):
         # Other rules in units of the largest singular value, so as not to overflow.
         unit_of = jnp.where(s[0] > 0, s[0], 1)
         diagonal, above, nodes = run.diagonal / unit_of, run.above / unit_of, s / unit_of
-        lower = jnp.full_like(unit_of, eps / 8 if function.singular_at_zero else 0)
+        floor, made = jnp.full_like(unit_of, eps / 8), run.last + 1
+        lower = floor if function.singular_at_zero else jnp.zeros_like(floor)
         if lower_bound is not None:
             bound = jnp.asarray(lower_bound, s.dtype) / unit_of
             known = jnp.maximum(jnp.minimum(bound, nodes[-1]), lower)
             # A bound that is above a Ritz value is none.
             lower = jnp.where(bound - nodes[-1] > 8 * eps, lower, known)
+        alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
+        edge = (diagonal[run.last] * above[-1:])[None]
+        parts = tridiagonal(alpha, diagonal * above), edge, run.last, nodes**2, vh.T
+        squared, changes, hidden = Compression(*parts), None, None
         if function.bracketed:
-            border = jnp.where(jnp.arange(len(s)) == run.last, above[-1], 0)
+            least, smallest = jnp.maximum(lower, floor), unit_of * nodes[-1]
+            change = change_below(function, smallest, unit_of * lower, unit_of * floor)
+            hidden = hidden_at(squared, square, least**2, change)
+            end = jnp.sqrt(seen_above(squared, square, lower**2, least**2))
+            index = jnp.arange(len(s))
+            border = jnp.where(index == run.last, above[-1], 0)
             factor = _bidiagonal(diagonal, above[:-1])
-            _, longer, rows = svd(radau_factor(factor, border, u, nodes, lower))
-            others = function(unit_of * longer.at[-1].set(lower))
-            other = jnp.sum(rows[:, 0] ** 2 * others)
-            bracket = jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
+            rules = [radau_factor(factor, border, u, nodes, end)]
+            for part in 2, 4:
+                kept = jnp.where(index == -(-made // part) - 1, 0, above)
+                rules.append(longer(_bidiagonal(diagonal, kept[:-1]), 1))
+            _, further, rows = svd(jnp.stack(rules))
+            further = jnp.maximum(further.at[0, -1].set(end), lower)
+            others = map(function, unit_of * further)
+            other, *earlier = integrals(others, rows.mT, jnp.ones(1, bool))
+            bracket = bracket_of(function, value, [other], edge, 2 * made - 1)
+            changes = changes_of([value, *earlier], square)
         else:
-            alpha = diagonal**2 + jnp.append(0, above[:-1]) ** 2
-            beta = diagonal * above
 
             def of_squares(squares):
                 return function(unit_of * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
-            edge = (diagonal[run.last] * above[-1:])[None]
-            parts = tridiagonal(alpha, beta), edge, run.last, nodes**2, vh.T
-            squared = Compression(*parts)
             squares, rows = eigh(other_rules(function, squared, lower**2))
             others = integrals(map(of_squares, squares), rows, jnp.ones(1, bool))
-            bracket = bracket_of(function, value, others, edge, square)
+            bracket = bracket_of(function, value, others, edge, 2 * made - 1, square)
 
         slope = jnp.matmul(u, vh[:, 0] * slopes, precision="highest")
         _, size = unit(vh[:, 0] * slopes * s)
@@ -171,6 +195,8 @@ class GolubKahan(AbstractKrylovMethod):
             rounding=square * (again - value),
             extremes=s[jnp.array([-1, 0])],
             unresolved=unresolved_of(function, vh[:, 0] ** 2, s, values, eps, square),
+            changes=changes,
+            hidden=hidden,
         )
 
 

@@ -192,6 +192,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             live=mean,
             extremes=extremes,
             common=deflation.rounding,
+            apart=forms.likely,
         )
         return dataclasses.replace(
             estimate,

@@ -1,3 +1,4 @@
+import functools as ft
 from typing import ClassVar
 
 import equinox as eqx
@@ -10,7 +11,13 @@ from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences, few_pairs
 from .._kernel.gram_schmidt import unit
 from .._kernel.lanczos import lanczos_advance, lanczos_run, lanczos_start
-from .._kernel.quadrature import apply_to_first, Compression, longer, tridiagonal
+from .._kernel.quadrature import (
+    apply_to_first,
+    Compression,
+    first_steps,
+    longer,
+    tridiagonal,
+)
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
 from .quadratic_form import (
@@ -25,7 +32,18 @@ from .quadratic_form import (
     values_at,
     with_poles,
 )
-from .rules import bracket_of, integrals, lower_end, other_nodes, other_rules, roundoff
+from .rules import (
+    bracket_of,
+    change_below,
+    changes_of,
+    hidden_at,
+    integrals,
+    lower_end,
+    other_nodes,
+    other_rules,
+    roundoff,
+    seen_above,
+)
 
 
 class Lanczos(AbstractKrylovMethod):
@@ -130,18 +148,32 @@ class Lanczos(AbstractKrylovMethod):
 
         coupling = run.beta[-1:, None]
         compression = Compression(matrix, coupling, run.last, nodes, vectors)
-        lower = lower_end(function, compression, lower_bound, eps)
+        lower, hidden = lower_end(function, compression, lower_bound, eps), None
+        floor = roundoff(compression.largest, eps)
+        if function.bracketed:
+            least = jnp.maximum(lower, floor)
+            change = change_below(function, nodes[0], lower, floor)
+            hidden = hidden_at(compression, square, least, change)
+            lower = seen_above(compression, square, lower, least)
         # All further rules together, which compiles faster; but not with the first one,
         # so that a call of which only the value is used does without.
-        rules = other_rules(function, compression, lower, largest)
+        rules, made = other_rules(function, compression, lower, largest), run.last + 1
         again = longer(tridiagonal(run.alpha, run.projected), 1)
-        further, directions = eigh(jnp.concatenate([rules, again[None]]))
-        bounds = other_nodes(function, further[:-1], lower)
-        moved = further[-1] + run.neglected
-        inner = inside(function, moved, roundoff(compression.largest, eps))
-        others = [*map(function, bounds), with_poles(function, moved, function(inner))]
-        *others, again = integrals(others, directions, jnp.ones(1, bool))
-        bracket = bracket_of(function, value, others, coupling, square)
+        shares = [again]
+        if function.bracketed:
+            shares += [first_steps(matrix, -(-made // part)) for part in (2, 4)]
+        further, directions = eigh(jnp.concatenate([rules, jnp.stack(shares)]))
+        bounds, further = further[: len(rules)], further[len(rules) :]
+        moved = further.at[0].add(run.neglected)
+        inner = inside(function, moved, floor)
+        others = [*map(function, other_nodes(function, bounds, lower))]
+        values_there = map(function, inner)
+        others += map(ft.partial(with_poles, function), moved, values_there)
+        others = integrals(others, directions, jnp.ones(1, bool))
+        others, (again, *earlier) = others[: len(rules)], others[len(rules) :]
+        degree = 2 * made - 1
+        bracket = bracket_of(function, value, others, coupling, degree, square)
+        changes = changes_of([value, *earlier], square) if earlier else None
 
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
@@ -159,6 +191,8 @@ class Lanczos(AbstractKrylovMethod):
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
             unresolved=unresolved_of(function, weights, used, values, eps, square),
+            changes=changes,
+            hidden=hidden,
         )
 
 

@@ -189,8 +189,9 @@ class Preconditioned(AbstractFunctionEstimator):
         value, samples, extra = estimate.value, estimate.samples, estimate.extra
         if estimate.probes is not None:
             value = outer.control(operator, value, estimate.probes(), execution)
-        bounds, ends = estimate.bounds, ("bracket", "sample_brackets")
+        ends = "bracket", "sample_brackets"
         shifted = {name: extra[name] + known for name in ends if name in extra}
+        estimate = estimate.map_bounds(lambda x: x.at[:, 0].add(known))
         return dataclasses.replace(
             estimate,
             value=value + known,
@@ -198,5 +199,4 @@ class Preconditioned(AbstractFunctionEstimator):
             num_matvecs=estimate.num_matvecs + outer.num_matvecs,
             extra=extra | shifted,
             state=prepared.state(estimate.state),
-            bounds=None if bounds is None else bounds.at[:, 0].add(known),
         )

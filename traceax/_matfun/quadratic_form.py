@@ -31,6 +31,12 @@ class QuadraticForm(eqx.Module):
         relative to what it should be; for the logarithm that of the solve `A x = z`.
     - `bracket`: shape `(2,)`, lower and upper bound of `z* f(A) z`, by Gauss and
         Gauss-Radau where these are known to be on both sides, and estimated elsewhere.
+    - `changes`: shape `(2,)`, how far the value moved over the second half of the steps,
+        and over the second quarter, from which the rest is extrapolated; `None` where
+        the bracket is an estimate already.
+    - `hidden`: shape `(2,)`, how many eigenvalues at the lower end of the spectrum the
+        run may have overlooked, and by how much one of them changes the trace, which may
+        be the largest finite number; `None` where this is not known.
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart; of its dtype.
@@ -54,6 +60,8 @@ class QuadraticForm(eqx.Module):
     rounding: Inexact[Array, ""]
     extremes: Real[Array, "*r 2"]
     unresolved: Real[Array, ""] | float = 0.0
+    changes: Real[Array, "2"] | None = None
+    hidden: Real[Array, "2"] | None = None
     spread: Real[Array, ""] | None = None
 
 

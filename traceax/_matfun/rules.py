@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._kernel.dense import two_norm
-from .._kernel.quadrature import Compression, radau, shorter
+from .._kernel.quadrature import (
+    Compression,
+    largest_weight,
+    radau,
+    shorter,
+)
 from .._reduce import reduce_together
 from .functions import AbstractSpectralFunction
 
@@ -31,7 +37,7 @@ def lower_end(
     if function.singular_at_zero:
         lower = roundoff(largest, eps)
     if not function.semidefinite_domain:
-        beyond = nodes[0] - two_norm(compression.coupling)
+        beyond = _below(compression)
         lower = jnp.where(nodes[0] > 0, roundoff(largest, eps), beyond)
     if lower_bound is None:
         return lower
@@ -42,6 +48,68 @@ def lower_end(
     # A bound that is above a Ritz value is none.
     wrong = bound - nodes[0] > 8 * eps * largest
     return jnp.where(wrong, lower, known)
+
+
+def seen_above(
+    compression: Compression,
+    square: Real[Array, ""],
+    lower: Real[Array, ""],
+    least: Real[Array, ""],
+) -> Real[Array, ""]:
+    """The largest number, from `least` on, up to which the run has seen every eigenvalue,
+    or `lower` if there is none: the weight of one in the measure of a random vector, of
+    which `square` is the squared norm, is 1 in the mean, and where a run leaves room for
+    no more than a tenth of that, there is none."""
+
+    def is_seen(at):
+        return square * largest_weight(compression, at) <= 0.1
+
+    def halve(_, ends):
+        middle = jnp.sqrt(ends[0]) * jnp.sqrt(ends[1])
+        seen = is_seen(middle)
+        return jnp.where(seen, middle, ends[0]), jnp.where(seen, ends[1], middle)
+
+    ends = least, jnp.maximum(jnp.min(compression.nodes), least)
+    highest, _ = jax.lax.fori_loop(0, 12, halve, ends)
+    known = (two_norm(compression.coupling) > 0) & is_seen(least)
+    return jnp.where(known, highest, lower)
+
+
+def hidden_at(
+    compression: Compression,
+    square: Real[Array, ""],
+    least: Real[Array, ""],
+    change: Real[Array, ""],
+) -> Real[Array, "2"]:
+    """`QuadraticForm.hidden` for eigenvalues at `least`."""
+    count = square * largest_weight(compression, least)
+    count = jnp.where(two_norm(compression.coupling) > 0, count, 0)
+    return jnp.stack([count, finite(change, 1.0)])
+
+
+def change_below(
+    function: AbstractSpectralFunction,
+    smallest: Real[Array, ""],
+    lower: Real[Array, ""],
+    floor: Real[Array, ""] | float,
+) -> Real[Array, ""]:
+    """How far the value of a function at the `smallest` node is from that at the `lower`
+    end of the spectrum: infinitely far where it is infinite at zero, and that end cannot
+    be told from zero, which is up to the `floor`."""
+    ends = function(jnp.stack([lower, jnp.maximum(smallest, jnp.maximum(lower, floor))]))
+    change = jnp.abs(ends[0] - ends[1])
+    if function.singular_at_zero:
+        change = jnp.where(lower <= floor, jnp.inf, change)
+    return change
+
+
+def changes_of(
+    values: Sequence[Real[Array, ""]], factor: Real[Array, ""]
+) -> Real[Array, "2"]:
+    """`QuadraticForm.changes` from the Gauss rules of all steps, the first half, and the
+    first quarter of them."""
+    all_steps, half, quarter = values
+    return factor * jnp.abs(jnp.stack([all_steps - half, half - quarter]))
 
 
 def integrals(
@@ -73,9 +141,28 @@ def other_rules(
     below = radau(compression, lower)
     if function.bracketed:
         return below[None]
-    upper = jnp.max(compression.nodes) + two_norm(compression.coupling)
-    above = -radau(-compression, -jnp.maximum(upper, largest))
+    upper = jnp.maximum(-_below(-compression), largest)
+    above = -radau(-compression, -upper)
     return jnp.stack([below, above, shorter(compression)])
+
+
+def _below(compression: Compression) -> Real[Array, ""]:
+    """The smallest node, less its residual norm, within which there is an eigenvalue."""
+    at = jnp.argmin(compression.nodes)
+    rows = compression.first, len(compression.coupling)
+    last = jax.lax.dynamic_slice_in_dim(compression.vectors[:, at], *rows)
+    residual = jnp.matmul(compression.coupling, last, precision="highest")
+    return compression.nodes[at] - two_norm(residual)
+
+
+def likely_end(compression: Compression, lower: Real[Array, ""]) -> Real[Array, ""]:
+    """A number below the smallest eigenvalue of a positive operator if the smallest node
+    has converged to it, or `lower`: the farther down, the larger the residual."""
+    smallest = jnp.min(compression.nodes)
+    residual = smallest - _below(compression)
+    converged = (residual < smallest) & (smallest > 0)
+    ratio = residual / jnp.where(converged, smallest, 1)
+    return jnp.maximum(lower, jnp.where(converged, smallest / (1 + ratio) ** 2, lower))
 
 
 def other_nodes(
@@ -96,21 +183,24 @@ def bracket_of(
     value: Real[Array, ""],
     others: Sequence[Real[Array, ""]],
     coupling: Inexact[Array, "b b"],
+    degree: Int[Array, ""] | int,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
     """Lower and upper bound of the form whose Gauss rule is `value`, and which is to be
     multiplied by a `factor`, from what `other_rules` give; `coupling` is that of the
-    `Compression`.
+    `Compression`, and `degree` that of polynomials up to which the rule is exact.
 
-    Where no bound is proven, the truth is taken to be within twice the largest difference
-    from these rules. A rule with a node outside of the domain is left out. Where Lanczos
+    Where no bound is proven, the truth is taken to be within the largest difference from
+    these rules. A rule with a node outside of the domain is left out. Where Lanczos
     broke down, only rounding is left."""
     if function.bracketed:
         (other,) = others
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     differences = jnp.abs(jnp.stack(others) - value)
     known = (two_norm(coupling) > 0) & ~jnp.isnan(differences)
-    error = finite(2 * jnp.max(jnp.where(known, differences, 0)), factor)
+    if function.degree is not None:
+        known &= function.degree > degree
+    error = finite(jnp.max(jnp.where(known, differences, 0)), factor)
     low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))

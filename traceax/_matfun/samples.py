@@ -12,20 +12,21 @@ from .._iterate import stream, Streamed
 from .._moments import Moments
 from .._quantity import AbstractQuantity
 from .._solution import Estimate, first_failure
+from .convergence import Convergence, SEEN
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, check_precision, QuadraticForm, span
 from .steps import Steps
 
 
-_SPREAD = 5  # the place of the spread among the errors
+# The places of those among the errors.
+_CONVERGENCE, _ROUNDING, _SPREAD = slice(0, 6), slice(6, 9), 9
 
 
 class FormMoments(eqx.Module):
-    """`Moments` of quadratic forms, and of what is known of their errors: lower and upper
-    ends of brackets, sizes of roundings, magnitudes, what is unresolved, and spreads
-    where there are any. Devices send each other all that is stored, and so the count
-    once."""
+    """`Moments` of quadratic forms, and of what is known of their errors: `Convergence`,
+    sizes of roundings, magnitudes, what is unresolved, and spreads where there are any.
+    Devices send each other all that is stored, and so the count once."""
 
     forms: Moments
     uncounted: Moments
@@ -75,14 +76,36 @@ class FormMoments(eqx.Module):
         spread = jnp.hypot(errors.center[0, _SPREAD], deviation)
         return spread / jnp.sqrt(count)
 
-    def bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
-        """Bounds of the mean of the forms, each with its standard error, with an error
-        `common` to all."""
-        low, high, rounding, _, unresolved, *_ = self.mean_errors
-        std_errs = jnp.maximum(self.errors.std_err(), self._least_std_err)
-        low_std_err, high_std_err, *_ = jnp.hypot(std_errs, common)
-        low, high = low - rounding - unresolved, high + rounding + unresolved
-        return jnp.stack([low, low_std_err, high, high_std_err]).reshape(2, 2)
+    @property
+    def convergence(self) -> Convergence:
+        return Convergence.from_flat(self.mean_errors[_CONVERGENCE])
+
+    @property
+    def rounding(self) -> Real[Array, "3"]:
+        """The size of roundings, the magnitude, and what is unresolved."""
+        return self.mean_errors[_ROUNDING]
+
+    def bounds(
+        self, errors: Real[Array, "2"], common: Real[Array, ""] | float
+    ) -> Real[Array, "2 2"]:
+        """Bounds of the mean of the forms with these quadrature errors, each with its
+        standard error, and with an error `common` to all."""
+        ends = self.mean.real - errors[0], self.mean.real + errors[1]
+        std_err = jnp.hypot(self.std_err(), common)
+        return self._bounds(jnp.stack(ends), jnp.stack([std_err, std_err]))
+
+    def proven_bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
+        """The same, as far as brackets prove it."""
+        std_errs = jnp.maximum(self.errors.std_err()[:2], self._least_std_err)
+        ends = self.convergence.proven(self.mean)
+        return self._bounds(ends, jnp.hypot(std_errs, common))
+
+    def _bounds(
+        self, ends: Real[Array, "2"], std_errs: Real[Array, "2"]
+    ) -> Real[Array, "2 2"]:
+        rounding, _, unresolved = self.rounding
+        further = jnp.array([-1, 1]) * (rounding + unresolved)
+        return jnp.stack([ends + further, std_errs], axis=1)
 
 
 def _with_count(moments: Moments, count: Array | None) -> Moments:
@@ -111,7 +134,8 @@ def stream_forms(
         one, probe = form(flat.frozen, index)
         frame = gradient.frame(function, one.left.T, one.right.T, probe[:, None])
         value = attach(flat, one.value, frame, execution=Local())
-        errors = [*one.bracket, jnp.abs(one.rounding), one.magnitude, one.unresolved]
+        errors = [*Convergence.of(one).flat, jnp.abs(one.rounding), one.magnitude]
+        errors.append(jnp.asarray(one.unresolved, errors[0].dtype))
         if one.spread is not None:
             errors.append(one.spread)
         return value, (jnp.stack(errors), one.extremes, one.residual)
@@ -140,34 +164,48 @@ def estimate_of_forms(
     live: Callable[[], Inexact[Array, ""]],
     extremes: Real[Array, "2"],
     common: Real[Array, ""] | float = 0.0,
+    apart: Real[Array, "2"] | float = 0.0,
 ) -> Estimate:
     """What `stream_forms` has found. Products and state are those of the samples alone.
 
     `excess` is that of a value, a bracket and a deviation over the target; `live()` is
     the value with its derivative; `extremes` are the smallest and the largest Ritz value;
-    `common` is a rounding error that all samples share."""
+    `common` is a rounding error that all samples share, and `apart` are quadrature errors
+    of what is not sampled."""
     moments = streamed.summary[0]
     sample_errors, _, residuals = streamed.others
-    low, high, rounding, magnitude, unresolved, *_ = moments.mean_errors
+    convergence, mean = moments.convergence, moments.mean
+    rounding, magnitude, unresolved = moments.rounding
+    errors, (low, high) = convergence.errors(mean, apart), convergence.bracket
     extra = {"gradient_residual": residuals, "ritz_values": extremes}
     if function.bracketed:
         extra["sample_brackets"] = sample_errors[:, :2]
         extra["bracket"] = jnp.stack([low, high])
-    in_domain = check_domain(function, operator, extremes, moments.mean)
-    taken, wide = steps.report(k, lambda _: excess(moments.mean, (low, high), 0))
+    in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
-    errors = std_err, high - low, rounding, unresolved
-    precise = check_precision(operator, *errors, magnitude)
+    sizes = std_err, jnp.sum(errors), rounding, unresolved
+    precise = check_precision(operator, *sizes, magnitude)
+    taken, wide = {}, None
+    if steps.chosen:
+        ends = mean.real - errors[0], mean.real + errors[1]
+        bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
+        missed = jnp.max(errors) > bar
+        if isinstance(k, Adaptive):
+            missed = excess(mean, ends, 0) > 1
+        missed |= convergence.hides(SEEN, 4 * bar)
+        taken, wide = steps.report(missed)
+        std_err = jnp.hypot(std_err, jnp.max(errors))
     return Estimate(
-        value=attach_derivative(moments.mean, live),
+        value=attach_derivative(mean, live),
         std_err=std_err,
         samples=streamed.samples,
         num_matvecs=streamed.count * steps.made,
         rounding=operator.rounding,
         magnitude=magnitude,
         unresolved=unresolved,
-        result=first_failure(in_domain, precise, streamed.loop.result, wide),
+        result=first_failure(in_domain, precise, wide, streamed.loop.result),
         extra=extra | taken | streamed.loop.extra,
         state=steps.state(streamed.loop.state),
-        bounds=moments.bounds(common),
+        bounds=moments.bounds(errors, common),
+        proven_bounds=moments.proven_bounds(common),
     )

@@ -40,6 +40,10 @@ class SingularPower(AbstractSpectralFunction):
     def bracketed(self) -> bool:  # pyright: ignore
         return self.exponent < 4 and self.exponent != 2
 
+    @property
+    def degree(self) -> int | None:
+        return int(self.exponent / 2) if self.exponent % 2 == 0 else None
+
     def __call__(self, x):
         return x**self.exponent
 

@@ -13,8 +13,10 @@ from .._execution import AbstractExecution
 from .._flat import FlatOperator, freeze
 from .._quantity import AbstractQuantity
 from .._solution import failure, RESULTS
+from .convergence import Convergence, SEEN_BY_ONE
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
+from .quadratic_form import QuadraticForm
 
 
 class AdaptiveSteps(eqx.Module):
@@ -51,7 +53,7 @@ class AdaptiveSteps(eqx.Module):
 
     - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
         If the bracket is still too wide for the tolerance of an adaptive budget after so
-        many, the call ends as `RESULTS.max_steps_reached`.
+        many, the call ends as `RESULTS.too_few_steps`.
     - `share`: the fraction of the target that the quadrature error may be, a real
         number. Derivatives need more steps than the value: choose it smaller for them.
     """
@@ -82,6 +84,14 @@ def check_steps(num_steps: Any, n: int) -> int | AdaptiveSteps:
     if isinstance(num_steps, AdaptiveSteps):
         return AdaptiveSteps(min(num_steps.max_steps, n), num_steps.share)
     return min(check_positive("num_steps", num_steps), n)
+
+
+def exact_limit(num_steps: int | AdaptiveSteps, *, orthogonal: bool = True) -> int:
+    """Up to which size an operator is factorised where the steps that were chosen are too
+    few: so many products, and a factorisation, cost about as much as the probes that
+    missed. One that is not of orthogonal vectors takes ten times as long or more."""
+    most = 4096 if orthogonal else 1024
+    return most if isinstance(num_steps, AdaptiveSteps) else 0
 
 
 def excess_of_bracket(
@@ -153,16 +163,12 @@ class Steps(eqx.Module):
         made, loop = k.state
         return cls.of(num_steps, lambda _: made), dataclasses.replace(k, state=loop)
 
-    def report(
-        self, k: int | Adaptive, missed: Callable[[Adaptive], Real[Array, ""]]
-    ) -> tuple[dict[str, Array], Any]:
-        """If they were chosen: their number, for `stats`, and the result, which for an
-        adaptive budget says whether its tolerance was `missed`, by an excess over it."""
+    def report(self, missed: Bool[Array, ""]) -> tuple[dict[str, Array], Any]:
+        """If they were chosen: their number, for `stats`, and the result, which says
+        whether they were too few."""
         if not self.chosen:
             return {}, None
-        result = None
-        if isinstance(k, Adaptive):
-            result = failure(~(missed(k) <= 1), RESULTS.max_steps_reached)
+        result = failure(missed, RESULTS.too_few_steps)
         return {"num_steps": jnp.asarray(self.made)}, result
 
     def state(self, loop: PyTree[Array] | None) -> PyTree[Array] | None:
@@ -188,9 +194,24 @@ def choose_steps_of_form(
 
     def look(flat, state, made):
         form = krylov.read(flat, state, made, function, bound, 1)
-        return excess(form.value, form.bracket, form.deviation)
+        return excess_of_form(form, excess)
 
     return choose_steps(adaptive, krylov, operator, probe, least, look, execution)
+
+
+def excess_of_form(
+    form: QuadraticForm, excess: Callable[[Array, Array, Array], Real[Array, ""]]
+) -> Real[Array, ""]:
+    """The `excess` of what the quadrature error of a form is estimated to be, infinite
+    while there may be an eigenvalue that it has not seen, and that matters."""
+    convergence, value = Convergence.of(form), form.value.real
+    errors = convergence.errors(value)
+    ends = jnp.stack([value - errors[0], value + errors[1]])
+    found = excess(form.value, ends, form.deviation)
+    hidden = convergence.hidden[1]
+    moved = excess(form.value, jnp.stack([value, value + 2 * hidden]), form.deviation)
+    unseen = convergence.hides(SEEN_BY_ONE, jnp.zeros_like(hidden)) & (moved > 4)
+    return jnp.where(unseen, jnp.inf, found)
 
 
 def choose_steps(
@@ -203,7 +224,7 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """How many steps this probe takes until the excess that `look(operator, state,
-    steps)` finds is small enough. It looks after 4, 8, 12 and 16 steps, and then each
+    steps)` finds is small enough. It looks after 4, 6, 8, 10 and 12 steps, and then each
     time their number has grown by a third; if `least` is 1, after 1 and 2 too."""
     most = adaptive.max_steps
 
@@ -214,7 +235,7 @@ def choose_steps(
 
         def advance(carry):
             state, made, _ = carry
-            more = jnp.maximum(jnp.clip(made, least, 4), made // 3)
+            more = jnp.maximum(jnp.clip(made, least, 2), made // 3)
             following = jnp.minimum(made + more, most)
             state = krylov.advance(flat, state, made, following)
             return state, following, look(flat, state, following) <= adaptive.share
