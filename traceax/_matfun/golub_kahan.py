@@ -166,7 +166,7 @@ class GolubKahan(AbstractKrylovMethod):
             others = map(function, unit_of * further)
             other, *earlier = integrals(others, rows.mT, jnp.ones(1, bool))
             bracket = bracket_of(function, value, [other], edge, 2 * made - 1)
-            changes = changes_of([value, *earlier], square)
+            changes = changes_of([value, *earlier], made, square)
         else:
 
             def of_squares(squares):

@@ -1,4 +1,3 @@
-import functools as ft
 from typing import ClassVar
 
 import equinox as eqx
@@ -164,16 +163,15 @@ class Lanczos(AbstractKrylovMethod):
             shares += [first_steps(matrix, -(-made // part)) for part in (2, 4)]
         further, directions = eigh(jnp.concatenate([rules, jnp.stack(shares)]))
         bounds, further = further[: len(rules)], further[len(rules) :]
-        moved = further.at[0].add(run.neglected)
-        inner = inside(function, moved, floor)
         others = [*map(function, other_nodes(function, bounds, lower))]
-        values_there = map(function, inner)
-        others += map(ft.partial(with_poles, function), moved, values_there)
+        for moved in further.at[0].add(run.neglected):
+            inner = inside(function, moved, floor)
+            others.append(with_poles(function, moved, function(inner)))
         others = integrals(others, directions, jnp.ones(1, bool))
         others, (again, *earlier) = others[: len(rules)], others[len(rules) :]
         degree = 2 * made - 1
         bracket = bracket_of(function, value, others, coupling, degree, square)
-        changes = changes_of([value, *earlier], square) if earlier else None
+        changes = changes_of([value, *earlier], made, square) if earlier else None
 
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))

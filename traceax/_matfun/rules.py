@@ -104,12 +104,15 @@ def change_below(
 
 
 def changes_of(
-    values: Sequence[Real[Array, ""]], factor: Real[Array, ""]
+    values: Sequence[Real[Array, ""]],
+    made: Int[Array, ""] | int,
+    factor: Real[Array, ""],
 ) -> Real[Array, "2"]:
-    """`QuadraticForm.changes` from the Gauss rules of all steps, the first half, and the
-    first quarter of them."""
+    """`QuadraticForm.changes` from the Gauss rules of all steps that were `made`, the
+    first half, and the first quarter of them, rounded up. Fewer than 4 show no trend."""
     all_steps, half, quarter = values
-    return factor * jnp.abs(jnp.stack([all_steps - half, half - quarter]))
+    before = jnp.where(made < 4, 0, jnp.abs(half - quarter))
+    return factor * jnp.stack([jnp.abs(all_steps - half), before])
 
 
 def integrals(
@@ -207,7 +210,9 @@ def bracket_of(
     return jnp.stack([low, high])
 
 
-def finite(error: Real[Array, ""], factor: Real[Array, ""] | float) -> Real[Array, ""]:
+def finite(
+    error: Real[Array, "*n"], factor: Real[Array, ""] | float
+) -> Real[Array, "*n"]:
     """An error that is to be multiplied by a `factor`, and not infinite then, so that
     moments of such errors are defined."""
     return jnp.minimum(error, jnp.finfo(error.dtype).max / (8 * jnp.maximum(factor, 1)))
