@@ -277,6 +277,7 @@ def check_domain(
 
 def check_precision(
     operator: FlatOperator,
+    value: Inexact[Array, ""],
     std_err: Real[Array, ""],
     width: Real[Array, ""],
     rounding: Real[Array, ""],
@@ -285,15 +286,19 @@ def check_precision(
 ) -> Any:
     """Whether rounding errors of the products are a large part of the error that is
     reported. `rounding`, `unresolved` and `magnitude` are those of the quadratic forms in
-    the mean, `std_err` is that of sampling, and `width` that of the bracket.
+    the mean, `std_err` is that of sampling, and `width` that of the interval that
+    quadrature leaves.
 
     What is `unresolved` is part of the reported error, up to the second digit of the
-    value. Where all of these are below the rounding floor of the standard error, up to
-    twice that floor are as expected."""
-    floor = operator.rounding * magnitude
-    large = jnp.maximum((jnp.hypot(std_err, unresolved) + width) / 2, 2 * floor)
-    hidden = jnp.maximum((std_err + width) / 2, 0.02 * magnitude)
+    value, and so is what is smaller. Where all of these are below the rounding floor of
+    the standard error, up to twice that floor are as expected. And a value that is zero
+    within a bar of which the rounding errors are a part has no digits to lose."""
+    floor, half = operator.rounding * magnitude, (std_err + width) / 2
+    large = jnp.maximum(jnp.maximum(half, unresolved), 2 * floor)
+    hidden = jnp.maximum(half, 0.02 * magnitude)
     lost = (rounding > large) | (unresolved > hidden)
+    bar = jnp.hypot(jnp.hypot(std_err, unresolved), floor)
+    lost &= (jnp.abs(value) > 2 * bar) | (rounding > 2 * bar)
     return failure(lost, RESULTS.precision_lost)
 
 

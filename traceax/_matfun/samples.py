@@ -184,7 +184,7 @@ def estimate_of_forms(
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     sizes = std_err, jnp.sum(errors), rounding, unresolved
-    precise = check_precision(operator, *sizes, magnitude)
+    precise = check_precision(operator, mean, *sizes, magnitude)
     taken, wide = {}, None
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
