@@ -4,7 +4,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive, first_budget
-from .._checks import check_operator, check_positive
+from .._checks import check_is_operator, check_positive
 from .._execution import AbstractExecution
 from .._operator.diagonal import diagonal_cost
 from .._quantity import AbstractQuantity
@@ -56,7 +56,7 @@ def select_trace_estimator(
 
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
-    check_operator(operator)
+    check_is_operator(operator)
     if isinstance(k, Adaptive):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
