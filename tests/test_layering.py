@@ -32,9 +32,9 @@ LEVELS = [
     "_estimator.xnystrace _estimator.xdiag _estimator.h* _estimator.exact",
     "_estimator.[!a]* _matfun.[!a]*",
     "_estimator.auto* _matfun.auto* plot",
-    "_measure",
+    "_measure _operator_report",
     "_trace _trace_[!_]* _log_trace_exp _logdet _diagonal* _norms _schatten",
-    "_dynamic _divergence _laplacian _gaussian internal",
+    "_check_operator _dynamic _divergence _laplacian _gaussian internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

@@ -200,11 +200,11 @@ def test_no_complex_one_is_refused(name):
 def test_refused(name):
     function, primitive = NOT_LINEAR[name]
     operator = lx.FunctionLinearOperator(function, REAL)
-    names = ("traceax.hessian", "lineax.JacobianLinearOperator", "check_operator")
+    names = ("traceax.hessian", "lineax.JacobianLinearOperator", f"`{primitive}`")
     for k in (3, N):
         with pytest.raises(ValueError, match="`operator` must be linear") as info:
             tx.trace(operator, tx.HutchinsonEstimator(), k=k, key=jr.key(0))
-        assert all(part in str(info.value) for part in (*names, f"`{primitive}`"))
+        assert all(part in str(info.value) for part in names)
 
 
 def test_one_leaf_is_enough():

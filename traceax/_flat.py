@@ -295,7 +295,7 @@ def _check_linear(product: FlatFunction) -> None:
             f"`operator` must be linear. Found a function that is not: {reason}. For the "
             "derivative of a function at a point x, pass `traceax.hessian(function, x)` "
             "if it returns a scalar, or `lineax.JacobianLinearOperator(lambda x, _: "
-            "function(x), x)`. `traceax.check_operator` tells more."
+            "function(x), x)`."
         )
 
 
