@@ -330,7 +330,8 @@ def test_half_full_buffers(case):
 @pytest.mark.parametrize("case", [c for c in CASES if c.semidefinite], ids=str)
 def test_shift_of_coarse_products(case):
     """What is added to the operator, in proportion to the roundoff of its products, is
-    taken off again: of the trace by `read` as by the sketch, and of the diagonal."""
+    taken off again: of the trace by `read` as by the sketch, and of the diagonal; and of
+    other quantities in the mean over the probes."""
     matrix, probes = matrix_for(case, np.float64), normal(7, (N, 5), np.float64)
 
     @jax.jit
@@ -343,7 +344,9 @@ def test_shift_of_coarse_products(case):
     assert shift > 1e-4
     assert np.allclose(seen["trace"][0], np.mean(samples), rtol=1e-10)
     assert np.allclose(np.sum(seen["diagonal"][0]), seen["trace"][0], rtol=1e-10)
-    assert np.allclose(np.trace(seen["whole"][0]), seen["trace"][0], rtol=1e-10)
+    whole = seen["whole"][0] + shift * (probes @ probes.T / 5 - np.eye(N))
+    assert np.allclose(np.diagonal(whole), seen["diagonal"][0], rtol=1e-10)
+    assert np.allclose(np.trace(whole), seen["trace"][0], rtol=1e-10)
 
 
 def test_shift_where_auto_takes_signs():

@@ -15,7 +15,7 @@ FILES = {
 # From low to high; modules of one line do not import each other. Of the patterns that
 # fit a module, the first line counts. `x.__init__` are there to hold a docstring.
 LEVELS = [
-    "_quantiles _reduce",
+    "_quantiles _reduce _linearity",
     "_solution _moments _flat _devices _threefry *.__init__",
     "_checks _quantity _storage _kernel.dense",
     "_adaptive _kernel.gram_schmidt",
@@ -33,9 +33,9 @@ LEVELS = [
     "_estimator.xnystrace _estimator.xdiag _estimator.h* _estimator.exact",
     "_estimator.[!a]* _matfun.[!a]*",
     "_estimator.auto* _matfun.auto* plot",
-    "_measure",
+    "_measure _operator_report",
     "_trace _trace_[!_]* _log_trace_exp _logdet _diagonal* _norms _schatten",
-    "_dynamic _divergence _laplacian _gaussian internal",
+    "_check_operator _dynamic _divergence _laplacian _gaussian internal",
     "__init__",
 ]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}

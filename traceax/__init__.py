@@ -21,6 +21,7 @@ from importlib.metadata import version as _version
 
 from . import plot as plot
 from ._adaptive import Adaptive as Adaptive
+from ._check_operator import check_operator as check_operator
 from ._devices import (
     default_device as default_device,
     devices as devices,
@@ -111,6 +112,7 @@ from ._operator.curvature import (
     jacobian_gram as jacobian_gram,
 )
 from ._operator.data_gram import data_gram as data_gram
+from ._operator_report import OperatorReport as OperatorReport
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     NormalSampler as NormalSampler,

@@ -39,7 +39,9 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-def check_operator(operator: Any, *, name: str = "operator", square: bool = True) -> None:
+def check_is_operator(
+    operator: Any, *, name: str = "operator", square: bool = True
+) -> None:
     if isinstance(operator, lx.AbstractLinearOperator):
         return check_square(operator, name) if square else check_spaces(operator, name)
     if eqx.is_array_like(operator):

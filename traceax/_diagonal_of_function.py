@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_instance, check_operator
+from ._checks import check_hermitian, check_instance, check_is_operator
 from ._estimator.auto_diagonal import AutoDiagonalEstimator
 from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
@@ -322,7 +322,7 @@ def diagonal_of_function(
         domain of the function; rounding may change the second digit; a product was not
         finite; a tolerance was not reached.
     """
-    check_operator(operator)
+    check_is_operator(operator)
     check_hermitian(operator)
     check_instance(
         "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"

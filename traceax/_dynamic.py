@@ -9,7 +9,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 
-from ._checks import check_instance, check_key, check_operator, check_positive
+from ._checks import check_instance, check_is_operator, check_key, check_positive
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
 from ._flat import FlatOperator, flatten
@@ -219,7 +219,7 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
     m, execution = dynamic.num_probes, dynamic.execution
     operators = dynamic.operator(state.parameters), dynamic.operator(parameters)
     for operator in operators:
-        check_operator(operator)
+        check_is_operator(operator)
     before, after = (operator.in_structure() for operator in operators)
     if before != after:
         raise ValueError(

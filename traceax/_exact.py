@@ -10,19 +10,26 @@ from ._quantity import AbstractQuantity
 from ._solution import Estimate
 
 
+def exact_cost(quantity: AbstractQuantity, operator: lx.AbstractLinearOperator) -> int:
+    """Products that [`exact`][] makes, at most n."""
+    if quantity.diagonal_only:
+        return diagonal_cost(operator)
+    return operator.in_size()
+
+
 def exact(
     quantity: AbstractQuantity,
     operator: lx.AbstractLinearOperator,
     execution: AbstractExecution,
 ) -> Estimate:
-    """The quantity itself: from the diagonal where lineax knows that, otherwise from n
-    products with unit vectors, a block at a time."""
-    size, cost = operator.in_size(), diagonal_cost(operator)
-    if quantity.linear and cost < size:
+    """The quantity itself: from the diagonal where it depends on that alone and lineax
+    knows it, otherwise from n products with unit vectors, a block at a time."""
+    size, cost = operator.in_size(), exact_cost(quantity, operator)
+    if cost < size:
         diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
         value = quantity.read(jnp.ones_like(diagonal), diagonal)
     else:
-        cost, flat = size, flatten(operator)
+        flat = flatten(operator)
 
         def body(flat, index):
             unit = jnp.zeros(size, flat.dtype).at[index].set(1)

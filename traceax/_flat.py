@@ -11,6 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
+from ._linearity import why_not_linear
+
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
@@ -262,6 +264,10 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
 
     A [`traceax.internal.FlatOperator`][] of the size and dtype of the operator, at least
     float32.
+
+    **Raises:**
+
+    `ValueError` for a function of which tracing shows that it is not linear.
     """
     structure = operator.in_structure()
     dtype, precision = dtypes(operator)
@@ -272,7 +278,25 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
 
     size = operator.in_size()
     product = FlatFunction.of(mv, size, dtype)
+    if _has_function(operator):
+        _check_linear(product)
     return FlatOperator(product, size, dtype, precision, is_hermitian(operator))
+
+
+def _has_function(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a function of the user, that may not be linear, is a part of it."""
+    is_function = lambda x: isinstance(x, lx.FunctionLinearOperator)  # noqa: E731
+    return any(map(is_function, jax.tree.leaves(operator, is_leaf=is_function)))
+
+
+def _check_linear(product: FlatFunction) -> None:
+    if (reason := why_not_linear(product.code)) is not None:
+        raise ValueError(
+            f"`operator` must be linear. Found a function that is not: {reason}. For the "
+            "derivative of a function at a point x, pass `traceax.hessian(function, x)` "
+            "if it returns a scalar, or `lineax.JacobianLinearOperator(lambda x, _: "
+            "function(x), x)`."
+        )
 
 
 def unflatten(

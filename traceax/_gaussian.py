@@ -12,7 +12,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_key, check_operator, check_positive
+from ._checks import check_is_operator, check_key, check_positive
 from ._execution import AbstractExecution, Local
 from ._flat import (
     dtypes,
@@ -342,7 +342,7 @@ def gaussian_log_prob(
         }
         ```
     """
-    check_operator(operator)
+    check_is_operator(operator)
     if is_complex(operator):
         raise TypeError(
             "`operator` must be real. Found one of a complex dtype, for which the "

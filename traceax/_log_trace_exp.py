@@ -8,7 +8,7 @@ from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
 from ._adaptive import Adaptive
-from ._checks import check_hermitian, check_instance, check_operator, real_scalar
+from ._checks import check_hermitian, check_instance, check_is_operator, real_scalar
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._gradient import attach, attach_derivative, FirstOrderFrame
@@ -364,7 +364,7 @@ def log_trace_exp(
         }
         ```
     """
-    check_operator(operator)
+    check_is_operator(operator)
     check_hermitian(operator)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")

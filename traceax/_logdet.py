@@ -8,7 +8,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator
+from ._checks import check_instance, check_is_operator
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -192,7 +192,7 @@ def logdet(
         positive definite; it is singular, or too ill conditioned for its precision; a
         product was not finite; a tolerance was not reached.
     """
-    check_operator(operator)
+    check_is_operator(operator)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")

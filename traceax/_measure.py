@@ -4,7 +4,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator
+from ._checks import check_instance, check_is_operator
 from ._estimator.base import AbstractTraceEstimator, Measurement
 from ._execution import AbstractExecution, Local
 from ._quantity import AbstractQuantity
@@ -39,6 +39,6 @@ def measure(
     estimate this quantity.
     """
     check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    check_operator(operator)
+    check_is_operator(operator)
     task = Measurement(estimator=estimator, quantity=quantity(operator))
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

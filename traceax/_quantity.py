@@ -27,11 +27,14 @@ class AbstractQuantity(eqx.Module):
     **Attributes:**
 
     - `linear`: whether it is linear in the operator.
+    - `diagonal_only`: whether it depends on the diagonal alone. It is then computed from
+        that where lineax knows it, as `read(ones, diagonal)`.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
     """
 
     linear: ClassVar[bool] = True
+    diagonal_only: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -77,6 +80,8 @@ class AbstractQuantity(eqx.Module):
 class Trace(AbstractQuantity):
     """`tr A`, a scalar."""
 
+    diagonal_only: ClassVar[bool] = True
+
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return jnp.vdot(left, image, precision="highest")
 
@@ -110,6 +115,7 @@ class _Structured(AbstractQuantity):
 class Diagonal(_Structured):
     """`diag A`, with the structure of a vector."""
 
+    diagonal_only: ClassVar[bool] = True
     entrywise: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
@@ -142,6 +148,8 @@ class _RootsOfDiagonal(Diagonal):
 
 class LeafTraces(_Structured):
     """The trace of each diagonal block that belongs to a leaf: a scalar for each leaf."""
+
+    diagonal_only: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         parts = zip(self._split(left), self._split(image), strict=True)
@@ -231,6 +239,10 @@ class Shifted(AbstractQuantity):
 
     quantity: AbstractQuantity
     offset: Array
+
+    @property
+    def diagonal_only(self) -> bool:  # pyright: ignore
+        return self.quantity.diagonal_only
 
     @property
     def entrywise(self) -> bool:  # pyright: ignore

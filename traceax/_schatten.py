@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray, Real
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator
+from ._checks import check_instance, check_is_operator
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator, flatten
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -196,7 +196,7 @@ def schatten_norm(
         }
         ```
     """
-    check_operator(operator, square=False)
+    check_is_operator(operator, square=False)
     p = _check_power(p)
     num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from ._adaptive import Adaptive
-from ._checks import check_instance, check_operator
+from ._checks import check_instance, check_is_operator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, flatten, is_hermitian
 from ._matfun.all_eigenvalues import exact_trace_of_function
@@ -135,7 +135,7 @@ def trace_of_function(
         domain of the function; rounding errors are a large part of the reported error;
         a product was not finite; a tolerance was not reached.
     """
-    check_operator(operator)
+    check_is_operator(operator)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")

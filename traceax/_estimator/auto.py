@@ -4,10 +4,10 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive, first_budget
-from .._checks import check_operator, check_positive
+from .._checks import check_is_operator, check_positive
+from .._exact import exact_cost
 from .._execution import AbstractExecution
-from .._operator.diagonal import diagonal_cost
-from .._quantity import AbstractQuantity
+from .._quantity import AbstractQuantity, Trace
 from .._solution import Estimate
 from .base import AbstractQuantityEstimator, AbstractTraceEstimator
 from .exact import ExactTraceEstimator
@@ -56,13 +56,18 @@ def select_trace_estimator(
 
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
-    check_operator(operator)
+    check_is_operator(operator)
     if isinstance(k, Adaptive):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
         )
-    k = check_positive("k", k)
-    if diagonal_cost(operator) <= k:
+    return _select(Trace(), operator, check_positive("k", k))
+
+
+def _select(
+    quantity: AbstractQuantity, operator: lx.AbstractLinearOperator, k: int
+) -> AbstractTraceEstimator:
+    if exact_cost(quantity, operator) <= k:
         return ExactTraceEstimator()
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
         return XNysTraceEstimator()
@@ -104,7 +109,7 @@ class AutoTraceEstimator(AbstractQuantityEstimator):
         execution: AbstractExecution,
     ) -> Estimate:
         budget = first_budget(k)
-        chosen = select_trace_estimator(operator, budget)
+        chosen = _select(quantity, operator, budget)
         return chosen.measure(quantity, operator, k, key, execution)
 
 

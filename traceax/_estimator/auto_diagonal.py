@@ -9,10 +9,10 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive, first_budget, one_round
+from .._exact import exact_cost
 from .._execution import AbstractExecution
 from .._kernel.expansion import OneSided, Pair
 from .._moments import Moments
-from .._operator.diagonal import diagonal_cost
 from .._quantity import AbstractQuantity
 from .._solution import Estimate
 from .base import AbstractQuantityEstimator, AbstractTraceEstimator
@@ -78,7 +78,7 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        chosen = _estimator_for(operator, k)
+        chosen = _estimator_for(quantity, operator, k)
         return chosen.measure(quantity, operator, k, key, execution)
 
 
@@ -86,9 +86,9 @@ AutoDiagonalEstimator.__init__.__doc__ = "**Arguments:** none."
 
 
 def _estimator_for(
-    operator: lx.AbstractLinearOperator, k: int | Adaptive
+    quantity: AbstractQuantity, operator: lx.AbstractLinearOperator, k: int | Adaptive
 ) -> AbstractTraceEstimator:
-    if diagonal_cost(operator) <= first_budget(k):
+    if exact_cost(quantity, operator) <= first_budget(k):
         return ExactTraceEstimator()
     if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
         return _XNysDiagOrSigns()
@@ -227,6 +227,7 @@ def _or_signs(
         gram=pick(jnp.eye(p, dtype=signs.dtype), expansion.gram),
         products=expansion.products,
         shift=jnp.where(flat, 0, expansion.shift),
+        probes=expansion.probes,
         dropped=dropped,
     )
     return dataclasses.replace(

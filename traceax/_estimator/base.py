@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._adaptive import Adaptive
-from .._checks import check_instance, check_operator
+from .._checks import check_instance, check_is_operator
 from .._exact import exact
 from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator, flatten
@@ -125,7 +125,7 @@ class AbstractTraceEstimator(eqx.Module):
 
         Errors as [`traceax.trace`][].
         """
-        check_operator(operator)
+        check_is_operator(operator)
         task = Measurement(estimator=self, quantity=Trace())
         solution = solve(task, operator, k=k, key=key, execution=Local(), throw=True)
         return solution.value, solution.stats

@@ -4,9 +4,8 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._adaptive import Adaptive, largest_budget
-from .._exact import exact
+from .._exact import exact, exact_cost
 from .._execution import AbstractExecution
-from .._operator.diagonal import diagonal_cost
 from .._quantity import AbstractQuantity
 from .._solution import Estimate
 from .base import AbstractQuantityEstimator
@@ -49,10 +48,10 @@ class ExactTraceEstimator(AbstractQuantityEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        size, budget = operator.in_size(), largest_budget(k)
+        budget = largest_budget(k)
         if isinstance(k, Adaptive) and k.exact_cost is not None:
             budget = max(budget, k.exact_cost)
-        cost = diagonal_cost(operator) if quantity.linear else size
+        cost = exact_cost(quantity, operator)
         if cost > budget:
             raise ValueError(
                 f"`ExactTraceEstimator` needs k={cost} matrix-vector products for this "

@@ -115,6 +115,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
                 own_pair=((factor * rest).T, image.T),
                 products=products[:, :m].T,
                 shift=-shift,
+                probes=rest.T,
             )
 
         # The frame is that of Hutch++ on the same products.

@@ -14,7 +14,7 @@ from .._execution import AbstractExecution, full_precision
 from .._flat import FlatOperator, flatten, is_hermitian
 from .._gradient import attach, attach_derivative, Frame, read_by
 from .._iterate import LoopResult, sum_over_rounds
-from .._kernel.expansion import AbstractExpansion, read, Reading
+from .._kernel.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
@@ -227,8 +227,15 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         seen = self._read_samples(quantity, sketch)
         if isinstance(sketch.noise, float) and sketch.noise == 0:
             return seen
-        ones = jnp.ones(n, seen.moments.unit.dtype)
-        noise = sketch.noise * jnp.sqrt(quantity.read(ones, ones) / n)
+        if quantity.diagonal_only:
+            ones = jnp.ones(n, seen.moments.unit.dtype)
+            gain = jnp.sqrt(quantity.read(ones, ones))
+        else:
+            probes = None if sketch.expansion is None else sketch.expansion().probes
+            if probes is None:
+                raise refusal(self, quantity)
+            gain = noise_gain(quantity, probes, sketch.valid)
+        noise = sketch.noise * gain / n**0.5
         return dataclasses.replace(seen, std_err=jnp.hypot(seen.std_err, noise))
 
     def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:

@@ -32,12 +32,16 @@ class AbstractExpansion(eqx.Module):
 
     - `shared`: a pair that all estimates have in common.
     - `shift`: a multiple of the identity that they have in common, too.
+    - `probes`: rows, one for each estimate, with `E[probe probe*] = I`, which stand for
+        the identity where a quantity depends on more than the diagonal. `None` if the
+        shift is zero.
     - `products`: an array of shape `(p, n)` whose columns have about the norms of the
         rows of the operator, or of the part of them that was seen.
     """
 
     shared: eqx.AbstractVar[Pair]
     shift: eqx.AbstractVar[Real[Array, ""] | float]
+    probes: eqx.AbstractVar[Inexact[Array, "m n"] | None]
     products: eqx.AbstractVar[Inexact[Array, "p n"]]
 
     @abc.abstractmethod
@@ -75,6 +79,7 @@ class Independent(AbstractExpansion):
     own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
     products: Inexact[Array, "p n"]
     shift: Real[Array, ""] | float = 0.0
+    probes: Inexact[Array, "g n"] | None = None
 
     def own(self) -> Sequence[Pair]:
         return [self.own_pair]
@@ -164,17 +169,32 @@ def read(
     """The quantity of the estimates that are `valid`, which are the first ones, and may
     be `skewed`."""
     ones = jnp.ones_like(expansion.products[0])
-    common = _sum(_rows(quantity, [expansion.shared]))
-    common = common + expansion.shift * quantity.read(ones, ones)
-    samples = common + _rows(quantity, expansion.own())
+    common, own = _sum(_rows(quantity, [expansion.shared])), expansion.own()
+    if quantity.diagonal_only:
+        common = common + expansion.shift * quantity.read(ones, ones)
+    elif expansion.probes is not None:
+        own = [*own, (expansion.probes, expansion.shift * expansion.probes)]
+    samples = common + _rows(quantity, own)
     moments = Moments.of(samples, valid, skewed=skewed)
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
     seen = _rows(quantity, [(expansion.products, expansion.products)])
     # A basis is accurate to the roundoff of its columns, whatever the size of an entry.
-    magnitude = jnp.sqrt(jnp.max(_sum(seen.real)))
+    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(seen))))
     kept = samples if samples.ndim == 1 else None
     return Reading(kept, moments, std_err, magnitude)
+
+
+def noise_gain(
+    quantity: AbstractQuantity,
+    probes: Inexact[Array, "m n"],
+    valid: Bool[Array, " m"] | None,
+) -> Real[Array, "*q"]:
+    """The standard deviation of the quantity of a matrix of independent entries of
+    variance one, estimated from pairs of independent probes."""
+    squares = jnp.abs(_rows(quantity, [(probes, jnp.roll(probes, 1, axis=0))])) ** 2
+    count = len(probes) if valid is None else jnp.maximum(jnp.sum(valid), 1)
+    return jnp.sqrt(jnp.sum(squares, axis=0) / count)
 
 
 def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
@@ -214,6 +234,7 @@ class OneSided(AbstractLeaveOneOut):
     gram: Inexact[Array, "m m"]
     products: Inexact[Array, "p n"]
     shift: Real[Array, ""] | float = 0.0
+    probes: Inexact[Array, "m n"] | None = None
     dropped: tuple[Inexact[Array, "m n"], Inexact[Array, "m n"]] | None = None
 
     def own(self) -> Sequence[Pair]:

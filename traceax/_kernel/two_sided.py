@@ -104,6 +104,7 @@ class TwoSided(AbstractLeaveOneOut):
     loo: LeaveOneOut
     improved: bool = eqx.field(static=True)
     shift: float = 0.0
+    probes: None = None
 
     def own(self) -> Sequence[Pair]:
         return [(-self.bases, self.images), self._remainder()]

@@ -86,12 +86,12 @@ def xnystrace_expansion(
     lost, gram = (factor @ p).T, p.conj().T @ p
     if not improved:
         inside = (loo.distance * jnp.sqrt(rest))[:, None] * probes.T - parts
-        return OneSided(shared, parts, lost, inside, gram, products.T, -shift)
+        return OneSided(shared, parts, lost, inside, gram, products.T, -shift, probes.T)
     number = len(probes) - loo.rank + loo.essential.astype(int)
     root = jnp.sqrt(rest)
     overlap = loo.directions.conj().T @ loo.directions
     arrays = shared, products.T, parts, lost, directions.T, number, root, gram, overlap
-    return _Resphered(*arrays, -shift)
+    return _Resphered(*arrays, -shift, probes.T)
 
 
 class _Resphered(AbstractLeaveOneOut):
@@ -113,6 +113,7 @@ class _Resphered(AbstractLeaveOneOut):
     gram: Inexact[Array, "m m"]
     overlap: Inexact[Array, "m m"]
     shift: Real[Array, ""]
+    probes: Inexact[Array, "m n"]
 
     def own(self) -> Sequence[Pair]:
         left = (self.number * self.root)[:, None] * self.directions

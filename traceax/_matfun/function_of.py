@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-from .._checks import check_hermitian, check_operator, check_positive
+from .._checks import check_hermitian, check_is_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
 from .._kernel.dense import eigh
 from .._kernel.frechet import divided_differences
@@ -292,7 +292,7 @@ def function_of(
         }
         ```
     """
-    check_operator(operator)
+    check_is_operator(operator)
     check_hermitian(operator)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     flat = flatten(operator)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
-from .._checks import check_key, check_operator, check_positive, real_scalar
+from .._checks import check_is_operator, check_key, check_positive, real_scalar
 from .._execution import AbstractExecution, full_precision, Local
 from .._flat import FlatOperator, flatten
 from .._kernel.dense import eigh, normalise, thin_svd
@@ -23,7 +23,7 @@ FIRST_PROBE = 2**30
 
 
 def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
-    check_operator(operator)
+    check_is_operator(operator)
     rank = min(check_positive("rank", rank), operator.in_size())
     if not lx.is_positive_semidefinite(operator):
         raise ValueError(

@@ -15,8 +15,8 @@ from .._adaptive import Adaptive
 from .._checks import (
     check_hermitian,
     check_instance,
+    check_is_operator,
     check_key,
-    check_operator,
     check_positive,
     check_window,
 )
@@ -292,7 +292,7 @@ def spectral_density(
         }
         ```
     """
-    check_operator(operator)
+    check_is_operator(operator)
     check_hermitian(operator)
     check_key(key)
     if isinstance(k, Adaptive):

@@ -4,7 +4,7 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._checks import check_operator
+from .._checks import check_is_operator
 
 
 class _Stacked(eqx.Module):
@@ -18,7 +18,7 @@ def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
     """Square operators on the same space, one above the other: `v -> (A v, B v, ...)`.
     The keys of `operators` are the names of the arguments, for error messages."""
     for name, operator in operators.items():
-        check_operator(operator, name=name)
+        check_is_operator(operator, name=name)
     (name, first), *others = operators.items()
     structure = first.in_structure()
     for other, operator in others:
