@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._matfun import base
+from traceax._logdet import _LogDet
+from traceax._trace_of_function import _TraceOfFunction
 
 from .helpers import hermitian, matrix_free, PSD
 
@@ -103,10 +104,15 @@ def exact_sum(function, spectrum):
         return np.sum(function(spectrum))
 
 
+def without_exact_answers(monkeypatch):
+    """As for large operators."""
+    for task in _TraceOfFunction, _LogDet:
+        monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
+
+
 @every_function
 def test_steps_that_are_left_out(name, monkeypatch):
-    """Where no exact answer takes their place, as for large operators."""
-    monkeypatch.setattr(base, "exact_limit", lambda num_steps: 0)
+    without_exact_answers(monkeypatch)
     function, exact = FUNCTIONS[name]
     settings = {"function": function, "k": 20, "num_steps": tx.AdaptiveSteps(60)}
     for case, spectrum in (EASY | HARD | SINGULAR).items():
@@ -133,7 +139,7 @@ def test_steps_that_are_given(name, num_steps):
 
 def test_general_operators(monkeypatch):
     """Log-determinants by singular values."""
-    monkeypatch.setattr(base, "exact_limit", lambda num_steps: 0)
+    without_exact_answers(monkeypatch)
     left, right = (np.linalg.qr(hermitian(seed, POINTS))[0] for seed in (2, 3))
     for case, spectrum in (EASY | HARD | SINGULAR).items():
         matrix, exact = (left * spectrum) @ right, exact_sum(np.log, spectrum)

@@ -277,7 +277,6 @@ def check_domain(
 
 def check_precision(
     operator: FlatOperator,
-    value: Inexact[Array, ""],
     std_err: Real[Array, ""],
     width: Real[Array, ""],
     rounding: Real[Array, ""],
@@ -291,14 +290,11 @@ def check_precision(
 
     What is `unresolved` is part of the reported error, up to the second digit of the
     value, and so is what is smaller. Where all of these are below the rounding floor of
-    the standard error, up to twice that floor are as expected. And a value that is zero
-    within a bar of which the rounding errors are a part has no digits to lose."""
+    the standard error, up to twice that floor are as expected."""
     floor, half = operator.rounding * magnitude, (std_err + width) / 2
     large = jnp.maximum(jnp.maximum(half, unresolved), 2 * floor)
     hidden = jnp.maximum(half, 0.02 * magnitude)
     lost = (rounding > large) | (unresolved > hidden)
-    bar = jnp.hypot(jnp.hypot(std_err, unresolved), floor)
-    lost &= (jnp.abs(value) > 2 * bar) | (rounding > 2 * bar)
     return failure(lost, RESULTS.precision_lost)
 
 

@@ -11,7 +11,7 @@ from .._gradient import attach, attach_derivative
 from .._iterate import stream, Streamed
 from .._moments import Moments
 from .._quantity import AbstractQuantity
-from .._solution import Estimate, first_failure
+from .._solution import Estimate, first_failure, RESULTS
 from .convergence import Convergence, SEEN
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -184,11 +184,15 @@ def estimate_of_forms(
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     sizes = std_err, jnp.sum(errors), rounding, unresolved
-    precise = check_precision(operator, mean, *sizes, magnitude)
+    precise = check_precision(operator, *sizes, magnitude)
+    bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
+    # A value that is zero to rounding has no digits to lose.
+    is_zero = jnp.abs(mean) <= 2 * bar
+    precise = RESULTS.where(is_zero, RESULTS.successful, precise)
+    unresolved = jnp.hypot(unresolved, jnp.where(is_zero, rounding, 0))
     taken, wide = {}, None
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
-        bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
         missed = jnp.max(errors) > bar
         if isinstance(k, Adaptive):
             missed = excess(mean, ends, 0) > 1
