@@ -17,7 +17,7 @@ from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, flatten, freeze, hermitian_tag, unflatten
 from ._kernel.dense import two_norm
-from ._kernel.lanczos import Lanczos as LanczosRun
+from ._kernel.lanczos import LanczosState
 from ._matfun.callables import as_spectral_function
 from ._matfun.function_of import Action, check_of_eigenvalues
 from ._matfun.functions import AbstractSpectralFunction, Inverse
@@ -44,6 +44,20 @@ class _BeyondOne(AbstractSpectralFunction):
         return (1 - x) / x
 
 
+class _Look(eqx.Module):
+    """What a run tells: the product, the smallest and the largest Ritz value, the
+    residual of the derivative, about how large the errors of each entry of the product
+    are, those of truncation and those of rounding, and how far else entries of the
+    diagonal may go down and up."""
+
+    product: Inexact[Array, " n"]
+    extremes: Real[Array, " 2"]
+    residual: Real[Array, ""]
+    truncated: Real[Array, " n"]
+    rounding: Real[Array, " n"]
+    beyond: Real[Array, " 2"]
+
+
 class _Between(eqx.Module):
     """`P^(-1/2) F P^(-1/2)` for a map F."""
 
@@ -62,17 +76,24 @@ class _Between(eqx.Module):
         """The same, by so many steps."""
         return eqx.tree_at(lambda x: x.action.steps, self, steps)
 
-    def look(
-        self, run: LanczosRun, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
-    ) -> tuple[Array, Array, Array, Array]:
-        """Of a run from `outside(vector)`: the product, the smallest and the largest Ritz
-        value, and about how large the errors of each entry of the product are: those of
-        truncation, and those of rounding."""
-        product = self.outside(self.action.applied(run, nodes, vectors))
-        errors = self.action.errors(run, nodes, vectors)
-        errors = jnp.abs(jax.vmap(self.outside)(errors))
-        extremes = jnp.stack([nodes[0], nodes[-1]])
-        return product, extremes, jnp.max(errors[:3], axis=0), jnp.max(errors[3:], axis=0)
+    def look(self, state: LanczosState) -> _Look:
+        """Of a run from `outside(vector)`, that has made as many steps as there are to
+        be."""
+        action = self.action
+        run, nodes, vectors = action.read(state)
+        truncated, rounding, beyond = action.errors(run, nodes, vectors, state.carry[0])
+
+        def largest(errors):
+            return jnp.max(jnp.abs(jax.vmap(self.outside)(errors)), axis=0)
+
+        return _Look(
+            product=self.outside(action.applied(run, nodes, vectors)),
+            extremes=jnp.stack([nodes[0], nodes[-1]]),
+            residual=action.residual(run, nodes, vectors),
+            truncated=largest(truncated),
+            rounding=largest(rounding),
+            beyond=beyond,
+        )
 
 
 def _mean_size(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
@@ -127,7 +148,8 @@ class _DiagonalOfFunction(AbstractTask):
         action = Action(flat, function, most, most)
         product = _Between(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
-        choose = lambda _: self._choose(product, probe, jnp.mean(known), k, execution)  # noqa: E731
+        mean = jnp.mean(known)
+        choose = lambda _: self._choose(product, probe, mean, k, execution)  # noqa: E731
         steps, rest = Steps.resumed(self.num_steps, choose, k)
         if adaptive:
             product = product.after(jnp.asarray(steps.made))
@@ -140,35 +162,46 @@ class _DiagonalOfFunction(AbstractTask):
         of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
-        constant = freeze(product)
-        run = constant.action.run(constant.outside(jax.lax.stop_gradient(probe)))
-        pilot, extremes, truncated, rounding = constant.look(*run)
-        in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
+        constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
+        look = constant.look(constant.action.advanced(constant.outside(frozen)))
+        in_domain = check_domain(function, flat, look.extremes, jnp.sum(look.product))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
-        lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
+        lost = jnp.isfinite(look.product).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
-        lost_digits = _mean_size(rounding) > 0.02 * _mean_size(value)
+        lost_digits = _mean_size(look.rounding) > 0.02 * _mean_size(value)
         precise = failure(lost_digits, RESULTS.precision_lost)
         # Some entries may be off by much more than others; and that of one which is may
         # by chance be small for this one probe, so the mean is counted at least.
-        typical = _mean_size(truncated + rounding)
-        error = jnp.maximum(truncated + rounding, typical)
-        ends = jnp.stack([value.real - error, value.real + error])
+        error = look.truncated + look.rounding
+        typical = _mean_size(error)
+        error = jnp.maximum(error, typical)
+        reach = error + look.beyond[:, None]
+        low, high = value.real - reach[0], value.real + reach[1]
+        if self.function.nonnegative:
+            low = jnp.maximum(low, jnp.minimum(value.real, 0))
+        ends = jnp.stack([low, high])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
-        extra, wide = {"ritz_values": extremes, "truncation_error": typical}, None
+        typical = typical + jnp.max(look.beyond)
+        extra = {
+            "ritz_values": look.extremes,
+            "truncation_error": typical,
+            "gradient_residual": look.residual,
+        }
+        unresolved, wide = 0.0, None
         if adaptive:
             extra["num_steps"] = product.action.steps
-            if isinstance(k, Adaptive):
-                aimed = self._tolerance(k, jax.lax.stop_gradient(value))
-                apart = self._size(k, truncated) - self._size(k, rounding)
-                missed = excess(apart, aimed) > 1
-                wide = failure(missed, RESULTS.max_steps_reached)
+            settled = jax.lax.stop_gradient(value) if isinstance(k, Adaptive) else None
+            missed = ~(self._excess(look, probe, k, mean, flat.rounding, settled) <= 1)
+            wide = failure(missed, RESULTS.max_steps_reached)
+            # Of a call that fails the bar is that of sampling.
+            unresolved = jnp.where(missed, 0, error)
         return dataclasses.replace(
             estimate,
             value=value,
             num_matvecs=(estimate.num_matvecs + 1) * product.action.steps + spent,
+            unresolved=unresolved,
             result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
             extra=estimate.extra | extra,
             state=steps.state(estimate.state),
@@ -193,20 +226,34 @@ class _DiagonalOfFunction(AbstractTask):
 
         def look(_, state, made):
             product, known, k = constant
-            product = product.after(made)
-            image, _, truncated, rounding = product.look(*product.action.read(state))
-            mean = jnp.vdot(probe, image, precision="highest") / flat.size
-            if isinstance(k, Adaptive):
-                aimed = self._tolerance(k, jnp.full_like(image, mean + known))
-            else:
-                deviation = two_norm(image - mean * probe)
-                aimed = deviation / (flat.size * k) ** 0.5
-            worst = jnp.max(truncated) - jnp.max(rounding)
-            error = self._size(k, truncated) - self._size(k, rounding)
-            return excess(jnp.maximum(error, worst / 10), aimed)
+            found = product.after(made).look(state)
+            return self._excess(found, probe, k, known, flat.rounding)
 
         start = product.outside(probe)
         return choose_steps(self.num_steps, Lanczos(), flat, start, 4, look, execution)
+
+    def _excess(
+        self,
+        look: _Look,
+        probe: Inexact[Array, " n"],
+        k: int | Adaptive,
+        known: Inexact[Array, ""],
+        rounding: float,
+        value: Inexact[Array, " n"] | None = None,
+    ) -> Real[Array, ""]:
+        """The error of truncation over the target, which for a tolerance is relative to
+        the `value`, if there is one."""
+        mean = jnp.vdot(probe, look.product, precision="highest") / probe.size
+        if isinstance(k, Adaptive):
+            value = jnp.full_like(look.product, mean + known) if value is None else value
+            aimed = self._tolerance(k, value)
+        else:
+            deviation = _mean_size(look.product - mean * probe) / k**0.5
+            aimed = jnp.maximum(deviation, rounding * _mean_size(look.product))
+        worst = jnp.max(look.truncated) - jnp.max(look.rounding)
+        error = self._size(k, look.truncated) - self._size(k, look.rounding)
+        error = jnp.maximum(error, worst / 10) + jnp.max(look.beyond)
+        return excess(error, aimed)
 
     def _tolerance(self, k: Adaptive, value: Inexact[Array, " n"]) -> Real[Array, ""]:
         """What errors of all entries may be, if they are alike."""
