@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -17,83 +14,19 @@ from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, flatten, freeze, hermitian_tag, unflatten
 from ._kernel.dense import two_norm
-from ._kernel.lanczos import LanczosState
 from ._matfun.callables import as_spectral_function
 from ._matfun.function_of import Action, check_of_eigenvalues
 from ._matfun.functions import AbstractSpectralFunction, Inverse
 from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner, check_size
+from ._matfun.products import Between, BeyondOne, Look
 from ._matfun.quadratic_form import check_domain, how_outside
 from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
 from ._quantity import AbstractQuantity, Diagonal, Shifted
 from ._sampler import draw_for, RademacherSampler
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
-
-
-class _BeyondOne(AbstractSpectralFunction):
-    """`1 / x - 1`."""
-
-    semidefinite_domain: ClassVar[bool] = True
-    singular_at_zero: ClassVar[bool] = True
-    bracketed: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = False
-
-    def __call__(self, x):
-        return (1 - x) / x
-
-
-class _Look(eqx.Module):
-    """What a run tells: the product, the smallest and the largest Ritz value, the
-    residual of the derivative, about how large the errors of each entry of the product
-    are, those of truncation and those of rounding, and how far else entries of the
-    diagonal may go down and up."""
-
-    product: Inexact[Array, " n"]
-    extremes: Real[Array, " 2"]
-    residual: Real[Array, ""]
-    truncated: Real[Array, " n"]
-    rounding: Real[Array, " n"]
-    beyond: Real[Array, " 2"]
-
-
-class _Between(eqx.Module):
-    """`P^(-1/2) F P^(-1/2)` for a map F."""
-
-    action: Action
-    preconditioner: AbstractPreconditioner | None
-
-    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return self.outside(self.action(self.outside(vector)))
-
-    def outside(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        if self.preconditioner is None:
-            return vector
-        return self.preconditioner.power(-0.5, vector)
-
-    def after(self, steps: Int[Array, ""]) -> _Between:
-        """The same, by so many steps."""
-        return eqx.tree_at(lambda x: x.action.steps, self, steps)
-
-    def look(self, state: LanczosState) -> _Look:
-        """Of a run from `outside(vector)`, that has made as many steps as there are to
-        be."""
-        action = self.action
-        run, nodes, vectors = action.read(state)
-        truncated, rounding, beyond = action.errors(run, nodes, vectors, state.carry[0])
-
-        def largest(errors):
-            return jnp.max(jnp.abs(jax.vmap(self.outside)(errors)), axis=0)
-
-        return _Look(
-            product=self.outside(action.applied(run, nodes, vectors)),
-            extremes=jnp.stack([nodes[0], nodes[-1]]),
-            residual=action.residual(run, nodes, vectors),
-            truncated=largest(truncated),
-            rounding=largest(rounding),
-            beyond=beyond,
-        )
 
 
 def _mean_size(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
@@ -139,14 +72,14 @@ class _DiagonalOfFunction(AbstractTask):
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
-            flat, function = outer.apply_to(flat), _BeyondOne()
+            flat, function = outer.apply_to(flat), BeyondOne()
             known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
             quantity = Shifted(quantity, jax.lax.stop_gradient(known))
         most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
         if isinstance(most, AdaptiveSteps):
             most = most.max_steps
         action = Action(flat, function, most, most)
-        product = _Between(action, outer)
+        product = Between(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
         mean = jnp.mean(known)
         choose = lambda _: self._choose(product, probe, mean, k, execution)  # noqa: E731
@@ -210,7 +143,7 @@ class _DiagonalOfFunction(AbstractTask):
 
     def _choose(
         self,
-        product: _Between,
+        product: Between,
         probe: Inexact[Array, " n"],
         known: Inexact[Array, ""],
         k: int | Adaptive,
@@ -234,7 +167,7 @@ class _DiagonalOfFunction(AbstractTask):
 
     def _excess(
         self,
-        look: _Look,
+        look: Look,
         probe: Inexact[Array, " n"],
         k: int | Adaptive,
         known: Inexact[Array, ""],
@@ -343,21 +276,26 @@ def diagonal_of_function(
     structure, from at most `(k + 1) * num_steps` products: one more run looks at the
     spectrum, and with [`traceax.AdaptiveSteps`][] another one chooses their number.
     Memory is that of `estimator`, and `num_steps` vectors for each probe of a block.
-    `std_err` is the sampling error; [`traceax.Solution.interval`][] counts the error of
-    the Krylov approximation too, of each entry as the one run shows it, and at least the
-    root mean square. Too few steps see nothing of some eigenvalues, and the error of an
-    entry to which these matter is then larger than estimated. `stats` has, beside the
-    entries described there,
+    `std_err` is the sampling error, and with [`traceax.AdaptiveSteps`][] counts what is
+    left of the error of the Krylov approximation. [`traceax.Solution.interval`][] always
+    counts it, for each entry as the one run shows it, and at least the root mean square.
+    Too few steps do not show where the spectrum begins. The interval of a function that
+    is infinite at zero, such as the inverse, then has an infinite end, and where the
+    steps were chosen the call fails: allow more of them, pass a preconditioner, or shift
+    the operator. `stats` has, beside the entries described there,
 
     - `"ritz_values"`: the smallest and the largest of that run (of M, if there is a
         preconditioner);
     - `"truncation_error"`: an estimate, not a bound, of the root-mean-square error of
         the entries of one product, from the Krylov approximation and rounding in it;
+        infinite where an end of the interval is;
+    - `"gradient_residual"`: of that run, the relative residual of $f'(A) z$ from its
+        Krylov space. Where it is not small, derivatives are far off;
     - `"num_steps"`, with [`traceax.AdaptiveSteps`][].
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
-    estimates of those of the diagonal, as those of [`traceax.function_of`][]. The
-    preconditioner is constant to them.
+    estimates of those of the diagonal, as those of [`traceax.function_of`][]. They need
+    more steps than the value. The preconditioner is constant to them.
 
     **Raises:**
 
@@ -367,7 +305,9 @@ def diagonal_of_function(
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding may change the second digit; a product was not
-        finite; a tolerance was not reached.
+        finite; a tolerance was not reached; or as many steps as
+        [`traceax.AdaptiveSteps`][] allows leave an error larger than the tolerance, or
+        than the standard error of `k` random signs.
     """
     check_operator(operator)
     check_hermitian(operator)

@@ -331,8 +331,9 @@ def function_of(
     arrays of `operator` and those of `function` work; higher ones raise
     `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
     in reverse mode by one more run and `num_steps` products with the derivative of the
-    operator, in forward mode by `num_steps` more runs. A product is NaN where a Ritz
-    value is outside the domain, beyond rounding.
+    operator, in forward mode by `num_steps` more runs. The two modes truncate different
+    Krylov spaces, and agree only to the accuracy of the run. A product is NaN where a
+    Ritz value is outside the domain, beyond rounding.
 
     **Raises:**
 
