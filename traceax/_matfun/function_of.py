@@ -32,9 +32,9 @@ from .quadratic_form import outside_domain, slopes_at, values_at
 from .rules import roundoff
 
 
-# The share of the mean weight of an eigenvector that one in twelve random vectors hides:
+# The share of the mean weight of an eigenvector that one in seven random vectors hides:
 # the square of a normal variable is below it so often. Less takes more steps to exclude.
-_HIDDEN = 0.01
+_HIDDEN = 0.03
 
 
 class Action(eqx.Module):
