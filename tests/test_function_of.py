@@ -205,7 +205,7 @@ def lower_ends(matrix, probes, steps):
         small = tridiagonal(run.alpha, run.beta)
         coupling = run.beta[-1:, None]
         compression = Compression(small, coupling, run.last, nodes, vectors)
-        return action.lower_end(compression)
+        return action.lower_end(compression, 0.03)
 
     return jax.lax.map(one, probes)
 

@@ -34,6 +34,12 @@ def _mean_size(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
     return two_norm(entries) / entries.size**0.5
 
 
+# The share of the mean weight of an eigenvector that a random vector may have by chance:
+# one in seven where steps are chosen, which takes the fewer of them, and less than one
+# in twenty where their number is given, and nobody is told that it is too small.
+_HIDDEN = {True: 0.03, False: 0.003}
+
+
 class _DiagonalOfFunction(AbstractTask):
     """An estimator of the diagonal of a function, with the settings of one call."""
 
@@ -96,7 +102,8 @@ class _DiagonalOfFunction(AbstractTask):
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        look = constant.look(constant.action.advanced(constant.outside(frozen)))
+        state = constant.action.advanced(constant.outside(frozen))
+        look = constant.look(state, _HIDDEN[adaptive])
         in_domain = check_domain(function, flat, look.extremes, jnp.sum(look.product))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
@@ -159,7 +166,7 @@ class _DiagonalOfFunction(AbstractTask):
 
         def look(_, state, made):
             product, known, k = constant
-            found = product.after(made).look(state)
+            found = product.after(made).look(state, _HIDDEN[True])
             return self._excess(found, probe, k, known, flat.rounding)
 
         start = product.outside(probe)

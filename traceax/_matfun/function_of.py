@@ -32,11 +32,6 @@ from .quadratic_form import outside_domain, slopes_at, values_at
 from .rules import roundoff
 
 
-# The share of the mean weight of an eigenvector that one in seven random vectors hides:
-# the square of a normal variable is below it so often. Less takes more steps to exclude.
-_HIDDEN = 0.03
-
-
 class Action(eqx.Module):
     """`v -> f(A) v`, by `steps` steps of Lanczos from v, for which room is made for
     `most`."""
@@ -100,9 +95,10 @@ class Action(eqx.Module):
         nodes: Real[Array, " s"],
         vectors: Real[Array, "s s"],
         following: Inexact[Array, " n"],
+        hidden: float,
     ) -> tuple[Inexact[Array, "r n"], Inexact[Array, "2 n"], Real[Array, "2"]]:
         """Estimates of the errors of `f(A) v`, none of them proven, from a run and the
-        basis vector of its next step.
+        basis vector of its next step. `hidden` is as for `lower_end`.
 
         - Of truncation: twice the change by Gauss-Radau at `lower_end`, and for a
           function whose rules make no bracket by that at the other end, and by one step
@@ -122,7 +118,7 @@ class Action(eqx.Module):
 
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, edge[None, None], run.last, nodes, vectors)
-        floor, below = self.lower_end(compression)
+        floor, below = self.lower_end(compression, hidden)
         rules, ends = radau(compression, below)[None], below[None]
         if not f.bracketed:
             above = -radau(-compression, -nodes[-1] - edge)
@@ -157,7 +153,7 @@ class Action(eqx.Module):
         return run.beta[-1] * jnp.abs(last) / jnp.where(size > 0, size, 1)
 
     def lower_end(
-        self, compression: Compression
+        self, compression: Compression, hidden: float
     ) -> tuple[Real[Array, ""], Real[Array, ""]]:
         """The least that an eigenvalue may be, and the least where there may be one, as
         far as a run tells.
@@ -165,8 +161,8 @@ class Action(eqx.Module):
         Of the weight of the start vector at most `1 / sum_(j < s) p_j(x)^2` is at a point
         x, for the orthonormal polynomials p_j of its run (the Christoffel function:
         Szego, Orthogonal Polynomials, 1975, section 3.41). Below the Ritz values that
-        falls fast with the distance. Where it is far below the mean weight of an
-        eigenvector, 1 / n, few random start vectors hide one."""
+        falls fast with the distance. Random start vectors seldom hide an eigenvector by
+        a weight below the share `hidden` of the mean, 1 / n."""
         f, nodes, eps = self.function, compression.nodes, self.operator.eps
         at_zero = f(jnp.zeros_like(nodes[:1]))
         defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
@@ -181,7 +177,7 @@ class Action(eqx.Module):
         last = compression.vectors[compression.first] / jnp.where(room > 0, distances, 1)
         one = jnp.matmul(last, compression.vectors[0], precision="highest")
         weights = one**2 / jnp.sum(last**2, axis=1)
-        excluded = (weights < _HIDDEN / self.operator.size) & (room > 0)
+        excluded = (weights < hidden / self.operator.size) & (room > 0)
         return floor, jnp.max(jnp.where(excluded, points, floor))
 
     def differences(

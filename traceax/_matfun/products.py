@@ -58,12 +58,14 @@ class Between(eqx.Module):
         """The same, by so many steps."""
         return eqx.tree_at(lambda x: x.action.steps, self, steps)
 
-    def look(self, state: LanczosState) -> Look:
+    def look(self, state: LanczosState, hidden: float) -> Look:
         """Of a run from `outside(vector)`, that has made as many steps as there are to
-        be."""
+        be. `hidden` is as for `Action.lower_end`."""
         action = self.action
         run, nodes, vectors = action.read(state)
-        truncated, rounding, beyond = action.errors(run, nodes, vectors, state.carry[0])
+        following = state.carry[0]
+        errors = action.errors(run, nodes, vectors, following, hidden)
+        truncated, rounding, beyond = errors
 
         def largest(errors):
             return jnp.max(jnp.abs(jax.vmap(self.outside)(errors)), axis=0)
