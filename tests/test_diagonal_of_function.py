@@ -223,6 +223,160 @@ def test_function_that_is_steep_beyond_the_ritz_values():
     assert np.all((low <= exact) & (exact <= high))
 
 
+def plane(noise):
+    """A smooth kernel of 300 points in the plane."""
+    x = np.random.default_rng(1).uniform(size=(300, 2))
+    distances = np.sum((x[:, None] - x) ** 2, axis=2)
+    return np.exp(-distances / (2 * 0.2**2)) + noise * np.eye(300)
+
+
+def geometric(condition, n):
+    return hermitian(0, np.geomspace(1 / condition, 1, n))
+
+
+def graph(n, shift):
+    """The Laplacian of a random graph of degree 8, whose constant vector alone is near
+    zero."""
+    generator, neighbours = np.random.default_rng(3), np.zeros((n, n))
+    for _ in range(4):
+        to = generator.permutation(n)
+        neighbours[np.arange(n), to] += 1
+        neighbours[to, np.arange(n)] += 1
+    return np.diag(np.sum(neighbours, axis=1)) - neighbours + shift * np.eye(n)
+
+
+def penalty(n):
+    """Second differences: two eigenvalues are zero."""
+    differences = np.diff(np.eye(n), 2, axis=0)
+    return differences.T @ differences
+
+
+# Most of the diagonal comes from eigenvalues that the steps do not see. The steps are
+# chosen, or their number is given.
+UNSEEN: dict[str, Any] = {
+    "geometric": (geometric(1e6, 300), {}),
+    "kernel": (plane(1e-5), {}),
+    "penalty": (penalty(300), {}),
+    "graph": (graph(300, 1e-4), {}),
+    "geometric, 8 steps": (geometric(1e4, 100), {"num_steps": 8}),
+    "graph, 8 steps": (graph(100, 1e-4), {"num_steps": 8}),
+    "small, 8 steps": (geometric(1e6, 60), {"num_steps": 8}),
+    "log, 8 steps": (geometric(1e6, 60), {"num_steps": 8, "function": tx.Log()}),
+    "preconditioner, rank 5": (plane(1e-3), {"num_steps": 8, "rank": 5}),
+    "preconditioner, rank 20": (plane(1e-3), {"num_steps": 8, "rank": 20}),
+}
+CHOSEN_AND_SEEN = ["graph"]
+
+
+@eqx.filter_jit
+def over_keys_with_errors(matrix, keys, rank=None, function=tx.Inverse(), **settings):
+    """Values, error bars, intervals of 95% and of 99.9%, and results."""
+    if rank is not None:
+        made = {"key": jr.key(5), "shift": 1e-3}
+        operator = matrix_free(matrix, PSD)
+        settings["preconditioner"] = tx.nystrom_preconditioner(operator, rank, **made)
+    settings = {"k": 10, "num_steps": tx.AdaptiveSteps()} | settings
+
+    def one(key):
+        found = diagonal(matrix, function, key, estimator=HUTCHINSON, **settings)
+        intervals = found.interval(), found.interval(0.999)
+        return found.value, found.std_err, intervals, found.result
+
+    return jax.lax.map(one, keys)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_eigenvalues_that_the_steps_do_not_see(name):
+    """Successful calls hold the entries in their intervals, over 20 keys. Steps that were
+    chosen and are too few are told; those that are enough are not, and their errors are
+    within eight error bars."""
+    matrix, settings = UNSEEN[name]
+    on_nodes = np.log if "function" in settings else lambda x: 1 / x
+    nodes, vectors = np.linalg.eigh(matrix)
+    exact = vectors**2 @ on_nodes(np.maximum(nodes, 1e-300))
+    found = over_keys_with_errors(matrix, KEYS[:20], **settings)
+    value, bar, intervals, result = jax.tree.map(np.asarray, found)
+    successful = np.asarray(result == tx.RESULTS.successful)
+    for (low, high), least in zip(intervals, (0.93, 0.995), strict=True):
+        inside = (low <= exact) & (exact <= high)
+        assert np.mean(inside[successful]) > least if np.any(successful) else True
+    if "num_steps" in settings:
+        assert np.all(successful)
+    elif name in CHOSEN_AND_SEEN:
+        assert np.all(successful)
+        assert np.mean(np.abs(value - exact) < 8 * bar) > 0.999
+    else:
+        assert np.all(result == tx.RESULTS.max_steps_reached)
+
+
+GRAM = (lambda x: x @ x.T)(np.random.default_rng(0).standard_normal((200, 300)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shifts"), [(np.float64, [1e-10]), (np.float32, [1e-3, 1e-8])]
+)
+def test_small_shifts_of_the_inverse(dtype, shifts):
+    """At a condition number of 93 they change nothing, and intervals are as wide as the
+    bars say."""
+    matrix = GRAM.astype(dtype)
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    for shift in shifts:
+        function = tx.Inverse(jnp.asarray(shift, dtype))
+        found = over_keys_with_errors(matrix, KEYS[:20], function=function)
+        value, bar, intervals, result = jax.tree.map(np.asarray, found)
+        assert np.all(result == tx.RESULTS.successful)
+        low, high = intervals[0]
+        assert np.mean((low <= exact) & (exact <= high)) > 0.93
+        assert np.median(high - low) / 2 < 5 * np.median(np.abs(value - exact))
+        assert np.all(np.abs(value - exact) < 8 * bar)
+
+
+def test_steps_that_were_given_make_useful_intervals():
+    """Twelve are enough to find that the spectrum ends."""
+    matrix = hermitian(0, np.linspace(0.1, 1, 100))
+    exact = exact_diagonal(matrix, lambda x: 1 / x)
+    found = over_keys_with_errors(matrix, KEYS[:20], k=90, num_steps=12)
+    value, _, ((low, high), _), _ = jax.tree.map(np.asarray, found)
+    assert np.mean((low <= exact) & (exact <= high)) > 0.93
+    assert np.median(high - low) / 2 < 5 * np.median(np.abs(value - exact))
+
+
+def test_bars_count_the_error_of_chosen_steps():
+    """Nearly all of the diagonal is that of one eigenvector, so the error of sampling is
+    far below that of the steps."""
+    settings = {"num_steps": tx.AdaptiveSteps(), "k": 10}
+    found = diagonal(graph(100, 1e-4), tx.Inverse(), KEY, **settings)
+    assert found.result == tx.RESULTS.successful
+    assert np.all(found.std_err >= found.stats["truncation_error"])
+
+
+@jax.jit
+def slopes_in_the_scale(matrix, keys):
+    """Of the trace, by few and by all steps, with the residual of each."""
+
+    def one(key, num_steps):
+        def value(scale):
+            settings = {"num_steps": num_steps, "k": 10, "estimator": HUTCHINSON}
+            found = diagonal(scale * matrix, tx.Inverse(), key, **settings)
+            return jnp.sum(found.value), found.stats["gradient_residual"]
+
+        return jax.grad(value, has_aux=True)(1.0)
+
+    return [jax.lax.map(lambda key: one(key, s), keys) for s in (8, 60)]  # noqa: B023
+
+
+def test_residual_of_the_derivative():
+    """It shows where the Krylov space misses the derivative, and where not."""
+    matrix = geometric(1e4, 60)
+    exact = -np.sum(1 / np.geomspace(1e-4, 1, 60))
+    few, all_steps = slopes_in_the_scale(matrix, KEYS[:20])
+    assert np.all(few[0] > 0.5 * exact)
+    assert np.all(few[1] > 1)
+    assert z_score(all_steps[0], exact) < 4
+    assert np.all(all_steps[1] < 1e-6)
+    assert diagonal(matrix, tx.Inverse(), KEY, k=60).stats["gradient_residual"] == 0
+
+
 @jax.jit
 def slopes(matrix, along, weights, keys):
     def value(t, k, key):

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -17,13 +14,13 @@ from ._estimator.base import AbstractTraceEstimator
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, flatten, freeze, hermitian_tag, unflatten
 from ._kernel.dense import two_norm
-from ._kernel.lanczos import Lanczos as LanczosRun
 from ._matfun.callables import as_spectral_function
 from ._matfun.function_of import Action, check_of_eigenvalues
 from ._matfun.functions import AbstractSpectralFunction, Inverse
 from ._matfun.lanczos import Lanczos
 from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner, check_size
+from ._matfun.products import Between, BeyondOne, Look
 from ._matfun.quadratic_form import check_domain, how_outside
 from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
 from ._quantity import AbstractQuantity, Diagonal, Shifted
@@ -32,52 +29,15 @@ from ._solution import Estimate, failure, first_failure, RESULTS, Solution
 from ._solve import AbstractTask, solve
 
 
-class _BeyondOne(AbstractSpectralFunction):
-    """`1 / x - 1`."""
-
-    semidefinite_domain: ClassVar[bool] = True
-    singular_at_zero: ClassVar[bool] = True
-    bracketed: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = False
-
-    def __call__(self, x):
-        return (1 - x) / x
-
-
-class _Between(eqx.Module):
-    """`P^(-1/2) F P^(-1/2)` for a map F."""
-
-    action: Action
-    preconditioner: AbstractPreconditioner | None
-
-    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return self.outside(self.action(self.outside(vector)))
-
-    def outside(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        if self.preconditioner is None:
-            return vector
-        return self.preconditioner.power(-0.5, vector)
-
-    def after(self, steps: Int[Array, ""]) -> _Between:
-        """The same, by so many steps."""
-        return eqx.tree_at(lambda x: x.action.steps, self, steps)
-
-    def look(
-        self, run: LanczosRun, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
-    ) -> tuple[Array, Array, Array, Array]:
-        """Of a run from `outside(vector)`: the product, the smallest and the largest Ritz
-        value, and about how large the errors of each entry of the product are: those of
-        truncation, and those of rounding."""
-        product = self.outside(self.action.applied(run, nodes, vectors))
-        errors = self.action.errors(run, nodes, vectors)
-        errors = jnp.abs(jax.vmap(self.outside)(errors))
-        extremes = jnp.stack([nodes[0], nodes[-1]])
-        return product, extremes, jnp.max(errors[:3], axis=0), jnp.max(errors[3:], axis=0)
-
-
 def _mean_size(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
     """The root mean square."""
     return two_norm(entries) / entries.size**0.5
+
+
+# The share of the mean weight of an eigenvector that a random vector may have by chance:
+# one in seven where steps are chosen, which takes the fewer of them, and less than one
+# in twenty where their number is given, and nobody is told that it is too small.
+_HIDDEN = {True: 0.03, False: 0.003}
 
 
 class _DiagonalOfFunction(AbstractTask):
@@ -118,16 +78,17 @@ class _DiagonalOfFunction(AbstractTask):
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
-            flat, function = outer.apply_to(flat), _BeyondOne()
+            flat, function = outer.apply_to(flat), BeyondOne()
             known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
             quantity = Shifted(quantity, jax.lax.stop_gradient(known))
         most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
         if isinstance(most, AdaptiveSteps):
             most = most.max_steps
         action = Action(flat, function, most, most)
-        product = _Between(action, outer)
+        product = Between(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
-        choose = lambda _: self._choose(product, probe, jnp.mean(known), k, execution)  # noqa: E731
+        mean = jnp.mean(known)
+        choose = lambda _: self._choose(product, probe, mean, k, execution)  # noqa: E731
         steps, rest = Steps.resumed(self.num_steps, choose, k)
         if adaptive:
             product = product.after(jnp.asarray(steps.made))
@@ -140,35 +101,47 @@ class _DiagonalOfFunction(AbstractTask):
         of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
-        constant = freeze(product)
-        run = constant.action.run(constant.outside(jax.lax.stop_gradient(probe)))
-        pilot, extremes, truncated, rounding = constant.look(*run)
-        in_domain = check_domain(function, flat, extremes, jnp.sum(pilot))
+        constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
+        state = constant.action.advanced(constant.outside(frozen))
+        look = constant.look(state, _HIDDEN[adaptive])
+        in_domain = check_domain(function, flat, look.extremes, jnp.sum(look.product))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
-        lost = jnp.isfinite(pilot).all() & ~jnp.isfinite(estimate.value).all()
+        lost = jnp.isfinite(look.product).all() & ~jnp.isfinite(estimate.value).all()
         elsewhere = failure(lost, how_outside(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
-        lost_digits = _mean_size(rounding) > 0.02 * _mean_size(value)
+        lost_digits = _mean_size(look.rounding) > 0.02 * _mean_size(value)
         precise = failure(lost_digits, RESULTS.precision_lost)
         # Some entries may be off by much more than others; and that of one which is may
         # by chance be small for this one probe, so the mean is counted at least.
-        typical = _mean_size(truncated + rounding)
-        error = jnp.maximum(truncated + rounding, typical)
-        ends = jnp.stack([value.real - error, value.real + error])
+        error = look.truncated + look.rounding
+        typical = _mean_size(error)
+        error = jnp.maximum(error, typical)
+        reach = error + look.beyond[:, None]
+        low, high = value.real - reach[0], value.real + reach[1]
+        if self.function.nonnegative:
+            low = jnp.maximum(low, jnp.minimum(value.real, 0))
+        ends = jnp.stack([low, high])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
-        extra, wide = {"ritz_values": extremes, "truncation_error": typical}, None
+        typical = typical + jnp.max(look.beyond)
+        extra = {
+            "ritz_values": look.extremes,
+            "truncation_error": typical,
+            "gradient_residual": look.residual,
+        }
+        unresolved, wide = 0.0, None
         if adaptive:
             extra["num_steps"] = product.action.steps
-            if isinstance(k, Adaptive):
-                aimed = self._tolerance(k, jax.lax.stop_gradient(value))
-                apart = self._size(k, truncated) - self._size(k, rounding)
-                missed = excess(apart, aimed) > 1
-                wide = failure(missed, RESULTS.max_steps_reached)
+            settled = jax.lax.stop_gradient(value) if isinstance(k, Adaptive) else None
+            missed = ~(self._excess(look, probe, k, mean, flat.rounding, settled) <= 1)
+            wide = failure(missed, RESULTS.max_steps_reached)
+            # Of a call that fails the bar is that of sampling.
+            unresolved = jnp.where(missed, 0, error)
         return dataclasses.replace(
             estimate,
             value=value,
             num_matvecs=(estimate.num_matvecs + 1) * product.action.steps + spent,
+            unresolved=unresolved,
             result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
             extra=estimate.extra | extra,
             state=steps.state(estimate.state),
@@ -177,7 +150,7 @@ class _DiagonalOfFunction(AbstractTask):
 
     def _choose(
         self,
-        product: _Between,
+        product: Between,
         probe: Inexact[Array, " n"],
         known: Inexact[Array, ""],
         k: int | Adaptive,
@@ -193,20 +166,34 @@ class _DiagonalOfFunction(AbstractTask):
 
         def look(_, state, made):
             product, known, k = constant
-            product = product.after(made)
-            image, _, truncated, rounding = product.look(*product.action.read(state))
-            mean = jnp.vdot(probe, image, precision="highest") / flat.size
-            if isinstance(k, Adaptive):
-                aimed = self._tolerance(k, jnp.full_like(image, mean + known))
-            else:
-                deviation = two_norm(image - mean * probe)
-                aimed = deviation / (flat.size * k) ** 0.5
-            worst = jnp.max(truncated) - jnp.max(rounding)
-            error = self._size(k, truncated) - self._size(k, rounding)
-            return excess(jnp.maximum(error, worst / 10), aimed)
+            found = product.after(made).look(state, _HIDDEN[True])
+            return self._excess(found, probe, k, known, flat.rounding)
 
         start = product.outside(probe)
         return choose_steps(self.num_steps, Lanczos(), flat, start, 4, look, execution)
+
+    def _excess(
+        self,
+        look: Look,
+        probe: Inexact[Array, " n"],
+        k: int | Adaptive,
+        known: Inexact[Array, ""],
+        rounding: float,
+        value: Inexact[Array, " n"] | None = None,
+    ) -> Real[Array, ""]:
+        """The error of truncation over the target, which for a tolerance is relative to
+        the `value`, if there is one."""
+        mean = jnp.vdot(probe, look.product, precision="highest") / probe.size
+        if isinstance(k, Adaptive):
+            value = jnp.full_like(look.product, mean + known) if value is None else value
+            aimed = self._tolerance(k, value)
+        else:
+            deviation = _mean_size(look.product - mean * probe) / k**0.5
+            aimed = jnp.maximum(deviation, rounding * _mean_size(look.product))
+        worst = jnp.max(look.truncated) - jnp.max(look.rounding)
+        error = self._size(k, look.truncated) - self._size(k, look.rounding)
+        error = jnp.maximum(error, worst / 10) + jnp.max(look.beyond)
+        return excess(error, aimed)
 
     def _tolerance(self, k: Adaptive, value: Inexact[Array, " n"]) -> Real[Array, ""]:
         """What errors of all entries may be, if they are alike."""
@@ -296,21 +283,26 @@ def diagonal_of_function(
     structure, from at most `(k + 1) * num_steps` products: one more run looks at the
     spectrum, and with [`traceax.AdaptiveSteps`][] another one chooses their number.
     Memory is that of `estimator`, and `num_steps` vectors for each probe of a block.
-    `std_err` is the sampling error; [`traceax.Solution.interval`][] counts the error of
-    the Krylov approximation too, of each entry as the one run shows it, and at least the
-    root mean square. Too few steps see nothing of some eigenvalues, and the error of an
-    entry to which these matter is then larger than estimated. `stats` has, beside the
-    entries described there,
+    `std_err` is the sampling error, and with [`traceax.AdaptiveSteps`][] counts what is
+    left of the error of the Krylov approximation. [`traceax.Solution.interval`][] always
+    counts it, for each entry as the one run shows it, and at least the root mean square.
+    Too few steps do not show where the spectrum begins. The interval of a function that
+    is infinite at zero, such as the inverse, then has an infinite end, and where the
+    steps were chosen the call fails: allow more of them, pass a preconditioner, or shift
+    the operator. `stats` has, beside the entries described there,
 
     - `"ritz_values"`: the smallest and the largest of that run (of M, if there is a
         preconditioner);
     - `"truncation_error"`: an estimate, not a bound, of the root-mean-square error of
         the entries of one product, from the Krylov approximation and rounding in it;
+        infinite where an end of the interval is;
+    - `"gradient_residual"`: of that run, the relative residual of $f'(A) z$ from its
+        Krylov space. Where it is not small, derivatives are far off;
     - `"num_steps"`, with [`traceax.AdaptiveSteps`][].
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
-    estimates of those of the diagonal, as those of [`traceax.function_of`][]. The
-    preconditioner is constant to them.
+    estimates of those of the diagonal, as those of [`traceax.function_of`][]. They need
+    more steps than the value. The preconditioner is constant to them.
 
     **Raises:**
 
@@ -320,7 +312,9 @@ def diagonal_of_function(
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding may change the second digit; a product was not
-        finite; a tolerance was not reached.
+        finite; a tolerance was not reached; or as many steps as
+        [`traceax.AdaptiveSteps`][] allows leave an error larger than the tolerance, or
+        than the standard error of `k` random signs.
     """
     check_is_operator(operator)
     check_hermitian(operator)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._checks import check_hermitian, check_is_operator, check_positive
 from .._flat import FlatOperator, flatten, hermitian_tag, unflatten
-from .._kernel.dense import eigh
+from .._kernel.dense import eigh, two_norm
 from .._kernel.frechet import divided_differences
 from .._kernel.lanczos import (
     Lanczos,
@@ -29,6 +29,7 @@ from .._kernel.quadrature import (
 from .callables import as_spectral_function
 from .functions import AbstractSpectralFunction
 from .quadratic_form import outside_domain, slopes_at, values_at
+from .rules import roundoff
 
 
 class Action(eqx.Module):
@@ -73,9 +74,13 @@ class Action(eqx.Module):
     def run(
         self, vector: Inexact[Array, " n"]
     ) -> tuple[Lanczos, Real[Array, " s"], Real[Array, "s s"]]:
+        return self.read(self.advanced(vector))
+
+    def advanced(self, vector: Inexact[Array, " n"]) -> LanczosState:
+        """A run from this vector."""
         flat = self.operator
         state = lanczos_start(vector, self.most)
-        return self.read(lanczos_advance(flat.mv, state, 0, self.steps, eps=flat.eps))
+        return lanczos_advance(flat.mv, state, 0, self.steps, eps=flat.eps)
 
     def read(
         self, state: LanczosState
@@ -85,41 +90,95 @@ class Action(eqx.Module):
         return run, *ritz(run.alpha, run.beta)
 
     def errors(
-        self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
-    ) -> Inexact[Array, "5 n"]:
-        """Estimates of the errors of `f(A) v`, none of them proven: three, each twice the
-        change by another quadrature rule, as in `bracket_of`; the change by rounding in
-        the coefficients of the run; and to first order that by a shift of all eigenvalues
-        by the machine epsilon times the largest."""
+        self,
+        run: Lanczos,
+        nodes: Real[Array, " s"],
+        vectors: Real[Array, "s s"],
+        following: Inexact[Array, " n"],
+        hidden: float,
+    ) -> tuple[Inexact[Array, "r n"], Inexact[Array, "2 n"], Real[Array, "2"]]:
+        """Estimates of the errors of `f(A) v`, none of them proven, from a run and the
+        basis vector of its next step. `hidden` is as for `lower_end`.
+
+        - Of truncation: twice the change by Gauss-Radau at `lower_end`, and for a
+          function whose rules make no bracket by that at the other end, and by one step
+          less.
+        - Of rounding: the change by rounding in the coefficients of the run; and to first
+          order that by a shift of all eigenvalues by the machine epsilon times the
+          largest.
+        - How far else f(A) may go down and up: without limit if the function is infinite
+          at zero, and the run does not tell where the spectrum begins."""
         eps, edge, f = self.operator.eps, run.beta[-1], self.function
 
         def first(matrix, end=jnp.inf):
             found, basis = eigh(matrix)
             # A node that is known is to be exact, where the function is steep.
             values = values_at(f, found.at[0].min(end), eps)
-            return apply_to_first(found, basis, values)[: len(nodes)]
+            return apply_to_first(found, basis, values)
 
         matrix = tridiagonal(run.alpha, run.beta)
         compression = Compression(matrix, edge[None, None], run.last, nodes, vectors)
-        at_zero = f(jnp.zeros_like(nodes[:1]))
-        defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
-        below = jnp.where(defined, 0, nodes[0] / 2)
-        positive = (nodes[0] > 0) | f.semidefinite_domain
-        below = jnp.where(positive, below, nodes[0] - edge)
-        above = nodes[-1] + edge
-        rules = [radau(compression, below), -radau(-compression, -above)]
-        rules = jnp.stack([*rules, shorter(compression)])
-        ends = jnp.array([1, jnp.inf, jnp.inf], edge.dtype).at[0].set(below)
+        floor, below = self.lower_end(compression, hidden)
+        rules, ends = radau(compression, below)[None], below[None]
+        if not f.bracketed:
+            above = -radau(-compression, -nodes[-1] - edge)
+            rules = jnp.stack([*rules, above, shorter(compression)])
+            ends = jnp.append(ends, jnp.full_like(ends, jnp.inf, shape=2))
         others = jax.lax.map(lambda rule: first(*rule), (rules, ends))
-        again = first(tridiagonal(run.alpha, run.projected))
         reference = apply_to_first(nodes, vectors, values_at(f, nodes, eps))
-        truncated = jnp.where(edge > 0, 2 * (others - reference), 0)
+        truncated = jnp.where(edge > 0, 2 * (others - jnp.append(reference, 0)), 0)
+        again = first(tridiagonal(run.alpha, run.projected))
         slopes = slopes_at(f, nodes, eps)
         moved = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
         rounded = jnp.stack([again - reference, moved])
+        rounded = jnp.pad(rounded, ((0, 0), (0, 1)))
         changes = jnp.concatenate([truncated, rounded])
         changes = jnp.where(jnp.isnan(changes), 0, changes)
-        return run.norm * jnp.matmul(changes, run.basis, precision="highest")
+        basis = jnp.append(run.basis, following[None], axis=0)
+        errors = run.norm * jnp.matmul(changes, basis, precision="highest")
+
+        unknown = (edge > 0) & (below <= floor) & f.singular_at_zero
+        change = f(jnp.maximum(jnp.stack([floor, nodes[0]]), floor))
+        down = jnp.stack([change[0] < change[1], change[0] >= change[1]])
+        beyond = jnp.where(unknown & down, jnp.inf, 0).astype(edge.dtype)
+        return errors[:-2], errors[-2:], beyond
+
+    def residual(
+        self, run: Lanczos, nodes: Real[Array, " s"], vectors: Real[Array, "s s"]
+    ) -> Real[Array, ""]:
+        """That of `A f'(A) v` from the Krylov space, relative to what it should be."""
+        slopes = slopes_at(self.function, nodes, self.operator.eps)
+        last = apply_to_first(nodes, vectors, slopes)[run.last]
+        size = two_norm(apply_to_first(nodes, vectors, slopes * nodes))
+        return run.beta[-1] * jnp.abs(last) / jnp.where(size > 0, size, 1)
+
+    def lower_end(
+        self, compression: Compression, hidden: float
+    ) -> tuple[Real[Array, ""], Real[Array, ""]]:
+        """The least that an eigenvalue may be, and the least where there may be one, as
+        far as a run tells.
+
+        Of the weight of the start vector at most `1 / sum_(j < s) p_j(x)^2` is at a point
+        x, for the orthonormal polynomials p_j of its run (the Christoffel function:
+        Szego, Orthogonal Polynomials, 1975, section 3.41). Below the Ritz values that
+        falls fast with the distance. Random start vectors seldom hide an eigenvector by
+        a weight below the share `hidden` of the mean, 1 / n."""
+        f, nodes, eps = self.function, compression.nodes, self.operator.eps
+        at_zero = f(jnp.zeros_like(nodes[:1]))
+        defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
+        floor = jnp.where(defined, 0, roundoff(compression.largest, eps))
+        positive = (nodes[0] > 0) | f.semidefinite_domain
+        edge = jnp.abs(compression.coupling[0, 0])
+        floor = jnp.where(positive, floor, nodes[0] - edge)
+        room = jnp.maximum(nodes[0] - floor, 0)
+        points = floor + room * 2.0 ** (-jnp.arange(1, 41, dtype=nodes.dtype) / 4)
+        distances = (nodes - points[:, None]) / jnp.where(room > 0, room, 1)
+        # With u = (T - x)^-1 e_s the polynomials are u_j / u_1.
+        last = compression.vectors[compression.first] / jnp.where(room > 0, distances, 1)
+        one = jnp.matmul(last, compression.vectors[0], precision="highest")
+        weights = one**2 / jnp.sum(last**2, axis=1)
+        excluded = (weights < hidden / self.operator.size) & (room > 0)
+        return floor, jnp.max(jnp.where(excluded, points, floor))
 
     def differences(
         self, nodes: Real[Array, " s"], others: Real[Array, " s"]
@@ -268,8 +327,9 @@ def function_of(
     arrays of `operator` and those of `function` work; higher ones raise
     `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
     in reverse mode by one more run and `num_steps` products with the derivative of the
-    operator, in forward mode by `num_steps` more runs. A product is NaN where a Ritz
-    value is outside the domain, beyond rounding.
+    operator, in forward mode by `num_steps` more runs. The two modes truncate different
+    Krylov spaces, and agree only to the accuracy of the run. A product is NaN where a
+    Ritz value is outside the domain, beyond rounding.
 
     **Raises:**
 
