@@ -202,12 +202,11 @@ def choose_steps_of_form(
 def excess_of_form(
     form: QuadraticForm, excess: Callable[[Array, Array, Array], Real[Array, ""]]
 ) -> Real[Array, ""]:
-    """The `excess` of what the quadrature error of a form is estimated to be, infinite
-    while there may be an eigenvalue that it has not seen, and that matters."""
+    """The `excess` of the bracket of a form, infinite while there may be an eigenvalue
+    that it has not seen, and that matters. What the bracket is estimated to be besides
+    would differ too much from one probe to the next."""
     convergence, value = Convergence.of(form), form.value.real
-    errors = convergence.errors(value)
-    ends = jnp.stack([value - errors[0], value + errors[1]])
-    found = excess(form.value, ends, form.deviation)
+    found = excess(form.value, form.bracket, form.deviation)
     hidden = convergence.hidden[1]
     moved = excess(form.value, jnp.stack([value, value + 2 * hidden]), form.deviation)
     unseen = convergence.hides(SEEN_BY_ONE, jnp.zeros_like(hidden)) & (moved > 4)
