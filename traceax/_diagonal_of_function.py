@@ -158,13 +158,12 @@ class _DiagonalOfFunction(AbstractTask):
         ends = jnp.stack([value.real - error, value.real + error])
         bars = jnp.broadcast_to(estimate.std_err, ends.shape)
         extra, wide = {"ritz_values": extremes, "truncation_error": typical}, None
-        if adaptive:
-            extra["num_steps"] = product.action.steps
-            if isinstance(k, Adaptive):
-                aimed = self._tolerance(k, jax.lax.stop_gradient(value))
-                apart = self._size(k, truncated) - self._size(k, rounding)
-                missed = excess(apart, aimed) > 1
-                wide = failure(missed, RESULTS.max_steps_reached)
+        extra["num_steps"] = jnp.asarray(product.action.steps, jnp.int32)
+        if adaptive and isinstance(k, Adaptive):
+            aimed = self._tolerance(k, jax.lax.stop_gradient(value))
+            apart = self._size(k, truncated) - self._size(k, rounding)
+            missed = excess(apart, aimed) > 1
+            wide = failure(missed, RESULTS.max_steps_reached)
         return dataclasses.replace(
             estimate,
             value=value,
@@ -306,7 +305,7 @@ def diagonal_of_function(
         preconditioner);
     - `"truncation_error"`: an estimate, not a bound, of the root-mean-square error of
         the entries of one product, from the Krylov approximation and rounding in it;
-    - `"num_steps"`, with [`traceax.AdaptiveSteps`][].
+    - `"num_steps"`: how many steps a product makes; 0 with `k >= n`.
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
     estimates of those of the diagonal, as those of [`traceax.function_of`][]. The
@@ -322,7 +321,7 @@ def diagonal_of_function(
         domain of the function; rounding may change the second digit; a product was not
         finite; a tolerance was not reached.
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=function)
     check_hermitian(operator)
     check_instance(
         "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"

@@ -55,7 +55,11 @@ def exact_diagonal_of_function(
         num_matvecs=operator.size,
         rounding=0.0,
         result=first_failure(in_domain, failure(lost, RESULTS.precision_lost)),
-        extra={"ritz_values": ends, "truncation_error": zero[0]},
+        extra={
+            "ritz_values": ends,
+            "truncation_error": zero[0],
+            "num_steps": jnp.zeros((), jnp.int32),
+        },
         bounds=bounds_around(real, 4 * change),  # factorisations are off by several eps
     )
 

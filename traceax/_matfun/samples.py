@@ -185,7 +185,7 @@ def estimate_of_forms(
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     sizes = std_err, jnp.sum(errors), rounding, unresolved
     precise = check_precision(operator, mean, *sizes, magnitude)
-    taken, wide = {}, None
+    missed = jnp.zeros((), bool)
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
         bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
@@ -193,8 +193,8 @@ def estimate_of_forms(
         if isinstance(k, Adaptive):
             missed = excess(mean, ends, 0) > 1
         missed |= convergence.hides(SEEN, 4 * bar)
-        taken, wide = steps.report(missed)
         std_err = jnp.hypot(std_err, jnp.max(errors))
+    taken, wide = steps.report(missed)
     return Estimate(
         value=attach_derivative(mean, live),
         std_err=std_err,
