@@ -142,7 +142,8 @@ def test_the_largest_singular_value():
 @pytest.mark.parametrize("k", [8, N])
 def test_a_semidefinite_tag_of_what_is_not_symmetric(k):
     """Its antisymmetric part is no rounding error."""
-    operator = lx.MatrixLinearOperator(jnp.asarray(GENERAL), PSD)
+    matrix = np.diag(np.linspace(1.0, 4.0, N)) + (GENERAL - GENERAL.T) / 2
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
     settings = {"k": k, "num_steps": 6, "key": KEY, "throw": False}
     result = tx.trace_of_function(operator, tx.Exp(), **settings).result
     assert result == tx.RESULTS.precision_lost
@@ -352,6 +353,20 @@ def test_a_callback_that_raises_before_the_exact_answer():
     assert len(products) == 6
 
 
+def test_an_interrupt_that_meets_the_host():
+    """Ctrl-C, which Python handles while a product is made on the host."""
+
+    def interrupted(v):
+        raise KeyboardInterrupt
+
+    product = lambda v: jax.pure_callback(interrupted, v, v)  # noqa: E731
+    operator = lx.FunctionLinearOperator(product, VECTOR)
+    settings = {"k": 2, "key": KEY, "execution": tx.Local(1)}
+    with pytest.raises(KeyboardInterrupt):
+        tx.trace(operator, tx.HutchinsonEstimator(), **settings)
+    assert trace(SPD_OPERATOR).successful
+
+
 # --- pickling ---
 
 
@@ -409,7 +424,7 @@ def test_entries_are_the_same_beyond_n(name):
 
 
 def test_entries_of_an_exact_answer_that_ends_an_adaptive_run():
-    budget = tx.Adaptive(rtol=1e-9, max_k=3 * N)
+    budget = tx.Adaptive(rtol=1e-9, max_k=3 * N, round_size=4, min_samples=4)
     solution = STATS["logdet"](k=budget, num_steps=3, key=KEY)
     samples, stats = len(solution.stats["samples"]), solution.stats
     assert stats["gradient_residual"].tolist() == samples * [0]
