@@ -164,7 +164,7 @@ def test_too_few_steps_for_the_tolerance_are_told():
     matrix, k = hermitian(5, SPECTRA["condition 1e3"]), tx.Adaptive(rtol=0.02, max_k=60)
     solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=3), k=k)
     assert solution.stats["num_steps"] == 3
-    assert solution.result == tx.RESULTS.max_steps_reached
+    assert solution.result == tx.RESULTS.too_few_steps
 
 
 def test_after_deflation():

@@ -306,7 +306,7 @@ def test_eigenvalues_that_the_steps_do_not_see(name):
         assert np.all(successful)
         assert np.mean(np.abs(value - exact) < 8 * bar) > 0.999
     else:
-        assert np.all(result == tx.RESULTS.max_steps_reached)
+        assert np.all(result == tx.RESULTS.too_few_steps)
 
 
 GRAM = (lambda x: x @ x.T)(np.random.default_rng(0).standard_normal((200, 300)))
@@ -505,7 +505,7 @@ def test_chosen_steps_reach_a_tolerance_or_tell():
     few = tx.AdaptiveSteps(max_steps=2)
     found = diagonal(matrix, tx.Inverse(), KEY, num_steps=few, **settings)
     assert found.stats["num_steps"] == 2
-    assert found.result == tx.RESULTS.max_steps_reached
+    assert found.result == tx.RESULTS.too_few_steps
 
 
 def test_preconditioner_makes_the_chosen_steps_few():
@@ -592,7 +592,7 @@ def test_tolerance_of_the_largest_entry():
             **settings,
         ).result
 
-    assert result(8) == tx.RESULTS.max_steps_reached
+    assert result(8) == tx.RESULTS.too_few_steps
     assert result(40) == tx.RESULTS.successful
 
 

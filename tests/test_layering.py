@@ -21,7 +21,7 @@ LEVELS = [
     "_adaptive _kernel.gram_schmidt",
     "_kernel.lanczos _kernel.small_matrix _kernel.growth _kernel.leave_one_out",
     "_sampler _kernel.expansion _kernel.[!tx]* _operator.* _matfun.functions",
-    "_execution _kernel.* _matfun.callables _matfun.singular_functions",
+    "_execution _callback _kernel.* _matfun.callables _matfun.singular_functions",
     "_gradient _sharded _iterate _matfun.rules",
     "_exact _matfun.quadratic_form _matfun.gradients",
     "_solve _matfun.all_eigenvalues _matfun.deflation _matfun.krylov _matfun.function_of",

@@ -188,7 +188,7 @@ def test_tolerance_and_too_few_steps():
     assert found.result == tx.RESULTS.successful
     few = tx.AdaptiveSteps(max_steps=1)
     found = estimate(matrix, 5.0, k=k, num_steps=few)
-    assert found.result == tx.RESULTS.max_steps_reached
+    assert found.result == tx.RESULTS.too_few_steps
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e4, 3e30])

@@ -77,7 +77,9 @@ class Adaptive(eqx.Module):
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
         spent, the value and the standard error, to print or to log them. It is static:
-        pass the same function again, since another one compiles anew.
+        pass the same function again, since another one compiles anew. An exception in it
+        ends the run after that round, and the call raises it; inside `jax.jit` it is
+        printed, and the result is `RESULTS.interrupted`.
     - `state`: `solution.state` of an earlier call, from which this one goes on.
         Operator, estimator, key, `norm` and `round_size` must be the same, and `max_k`
         not smaller. Numbers of steps and ranks that the data chose stay as they are.
@@ -91,6 +93,7 @@ class Adaptive(eqx.Module):
         calls.
     - `spent`: how many of these were spent before the first round, if any. Set by
         estimators.
+    - `run`: a number by which a call finds what its `callback` raised. Set by calls.
     """
 
     rtol: Real[Array, ""]
@@ -107,6 +110,7 @@ class Adaptive(eqx.Module):
     exact_cost: int | None = eqx.field(static=True)
     cost: int = eqx.field(static=True)
     spent: Int[Array, ""] | None
+    run: Int[Array, ""] | None
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class Adaptive(eqx.Module):
         exact_cost: int | None = None,
         cost: int = 1,
         spent: Int[Array, ""] | None = None,
+        run: Int[Array, ""] | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -173,6 +178,7 @@ class Adaptive(eqx.Module):
         self.exact_cost = exact_cost
         self.cost = cost
         self.spent = spent
+        self.run = run
 
     @property
     def num_rounds(self) -> int:

@@ -39,29 +39,80 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
+_UNTRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+)
+_ON_HOST = (
+    "Wrap a product that is made outside of JAX as `lineax.FunctionLinearOperator("
+    "lambda v: jax.pure_callback(lambda v: (matrix @ np.asarray(v)).astype(v.dtype), v, "
+    "v, vmap_method='sequential'), jax.ShapeDtypeStruct((n,), dtype))`. See the guide "
+    '"Products made on the host".'
+)
+
+
 def check_is_operator(
-    operator: Any, *, name: str = "operator", square: bool = True
+    operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> None:
-    if isinstance(operator, lx.AbstractLinearOperator):
-        return check_square(operator, name) if square else check_spaces(operator, name)
-    if eqx.is_array_like(operator):
-        fix = "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
-    elif callable(operator):
-        fix = (
-            "Wrap a function `v -> A v` as `lineax.FunctionLinearOperator(function, "
-            "jax.ShapeDtypeStruct((n,), dtype))`."
+    """Raise unless it is an operator of vectors of one kind; `second` is the argument
+    that comes after it."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        fix = _how_to_wrap(operator)
+        if isinstance(second, lx.AbstractLinearOperator):
+            fix = "The operator comes first: exchange it and the argument before it."
+        raise TypeError(
+            f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of "
+            f"type {_type_name(operator)}. {fix}"
         )
-    elif isinstance(operator, list | tuple):
-        fix = "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
-    else:
-        fix = (
-            "Wrap its product as `lineax.FunctionLinearOperator(function, "
-            "jax.ShapeDtypeStruct((n,), dtype))`, by a callback if JAX cannot trace it."
-        )
-    raise TypeError(
-        f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of type "
-        f"{type(operator).__name__}. {fix}"
+    for matrix in _matrices(operator):
+        if not eqx.is_array_like(matrix) and hasattr(matrix, "__matmul__"):
+            raise TypeError(
+                f"`{name}` must hold arrays. Found a `lineax.MatrixLinearOperator` of an "
+                f"object of type {_type_name(matrix)}. {_how_to_wrap(matrix)}"
+            )
+    try:
+        check_square(operator, name) if square else check_spaces(operator, name)
+    except _UNTRACEABLE as error:
+        raise TypeError(
+            f"The product of `{name}` must be one that JAX can trace. Found one that "
+            "needs the numbers that a traced array will have. Use `jnp` in the place of "
+            f"`numpy` and `math`. {_ON_HOST}"
+        ) from error
+
+
+def _type_name(x: Any) -> str:
+    """With its module, since other libraries have classes of the same name as lineax."""
+    kind = type(x)
+    plain = kind.__module__ == "builtins" or eqx.is_array_like(x)
+    return kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _how_to_wrap(x: Any) -> str:
+    function = "`lineax.FunctionLinearOperator({}, jax.ShapeDtypeStruct((n,), dtype))`"
+    if eqx.is_array_like(x):
+        return "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
+    if isinstance(x, list | tuple):
+        return "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
+    if type(x).__module__.startswith("jax."):
+        product = function.format("lambda v: matrix @ v")
+        return f"Wrap the product of a sparse matrix as {product}."
+    if hasattr(x, "__matmul__"):
+        return _ON_HOST
+    if callable(x):
+        return f"Wrap a function `v -> A v` as {function.format('function')}."
+    return (
+        f"Wrap its product as {function.format('function')}, by a callback if JAX cannot "
+        "trace it."
     )
+
+
+def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
+    """Those that the operator stores, and of which it is made."""
+    found = [operator.matrix] if isinstance(operator, lx.MatrixLinearOperator) else []
+    for name in ("operator", "operator1", "operator2"):
+        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
+            found += _matrices(part)
+    return found
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
@@ -157,13 +208,21 @@ def check_scalar_function(name: str, fn: Any, x: Any) -> None:
     if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
         fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
         if getattr(out, "shape", None) == ():
-            fix = "Pass floating-point numbers, for example `x.astype(float)`."
+            fix = _how_to_be_real(name, out.dtype, x)
         elif not any(map(eqx.is_array, jax.tree.leaves(x))):
             fix = "Pass an array as the point: a number of Python is a constant."
         raise TypeError(
             f"`{name}` must return a real floating-point scalar, of shape (). Found "
             f"{out}. {fix}"
         )
+
+
+def _how_to_be_real(name: str, dtype: Any, x: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return f"Take its real and its imaginary part one by one, `{name}(x).real`."
+    if any(map(eqx.is_inexact_array, jax.tree.leaves(x))):
+        return "It must not be rounded, counted or compared, which has no derivative."
+    return "Pass floating-point numbers, for example `x.astype(float)`."
 
 
 def real_scalar(name: str, value: Any) -> Real[Array, ""]:

@@ -22,7 +22,14 @@ from ._matfun.matrix_diagonal import exact_diagonal_of_function
 from ._matfun.preconditioner import AbstractPreconditioner, check_size
 from ._matfun.products import Between, BeyondOne, Look
 from ._matfun.quadratic_form import check_domain, how_outside
-from ._matfun.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
+from ._matfun.steps import (
+    AdaptiveSteps,
+    check_steps,
+    choose_steps,
+    exact_limit,
+    excess,
+    Steps,
+)
 from ._quantity import AbstractQuantity, Diagonal, Shifted
 from ._sampler import draw_for, RademacherSampler
 from ._solution import Estimate, failure, first_failure, RESULTS, Solution
@@ -60,6 +67,9 @@ class _DiagonalOfFunction(AbstractTask):
     @property
     def fallback(self) -> str:
         return self.estimator.fallback
+
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps)
 
     def exact(
         self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
@@ -128,13 +138,13 @@ class _DiagonalOfFunction(AbstractTask):
             "ritz_values": look.extremes,
             "truncation_error": typical,
             "gradient_residual": look.residual,
+            "num_steps": jnp.asarray(product.action.steps, jnp.int32),
         }
         unresolved, wide = 0.0, None
         if adaptive:
-            extra["num_steps"] = product.action.steps
             settled = jax.lax.stop_gradient(value) if isinstance(k, Adaptive) else None
             missed = ~(self._excess(look, probe, k, mean, flat.rounding, settled) <= 1)
-            wide = failure(missed, RESULTS.max_steps_reached)
+            wide = failure(missed, RESULTS.too_few_steps)
             # Of a call that fails the bar is that of sampling.
             unresolved = jnp.where(missed, 0, error)
         return dataclasses.replace(
@@ -298,7 +308,7 @@ def diagonal_of_function(
         infinite where an end of the interval is;
     - `"gradient_residual"`: of that run, the relative residual of $f'(A) z$ from its
         Krylov space. Where it is not small, derivatives are far off;
-    - `"num_steps"`, with [`traceax.AdaptiveSteps`][].
+    - `"num_steps"`: how many steps a product makes; 0 with `k >= n`.
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are
     estimates of those of the diagonal, as those of [`traceax.function_of`][]. They need
@@ -316,7 +326,7 @@ def diagonal_of_function(
         [`traceax.AdaptiveSteps`][] allows leave an error larger than the tolerance, or
         than the standard error of `k` random signs.
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=function)
     check_hermitian(operator)
     check_instance(
         "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"

@@ -21,6 +21,25 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def needing_adjoint() -> Iterator[None]:
+    """For what transposes a product, with an error that says why, and what to do where
+    JAX cannot."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise NotImplementedError(
+            "This call makes products with the adjoint of `operator`, and JAX cannot "
+            "transpose its product. No adjoint is needed of an operator that is tagged "
+            "as symmetric (`lineax.symmetric_tag`, `traceax.hermitian_tag`), if that is "
+            "true; nor, for traces, diagonals, Frobenius and row norms, by "
+            "`traceax.HutchinsonEstimator()`. Elsewhere give the product a transpose by "
+            "`jax.custom_derivatives.linear_call`, and pass "
+            "`execution=traceax.Local(block_size=1)`. JAX says: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class _HermitianTag:
     """A tag for Hermitian operators, used like those of `lineax`: needed where one is
     complex and not semidefinite.
@@ -121,11 +140,19 @@ class FlatOperator(eqx.Module):
         return self._scaled(self.fn, vector)
 
     def adjoint_mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " n"]:
-        """A* v for a flat vector v, of shape `(m,)`; m is n for a square operator."""
+        """A* v for a flat vector v, of shape `(m,)`; m is n for a square operator.
+
+        **Raises:**
+
+        `NotImplementedError` if JAX cannot transpose the product of an operator that is
+        not known to be Hermitian."""
+        if self.hermitian:
+            return self.mv(vector)
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
 
         def transposed(vector):
-            (product,) = jax.linear_transpose(self.fn, like)(vector)
+            with needing_adjoint():
+                (product,) = jax.linear_transpose(self.fn, like)(vector)
             return product
 
         return self._scaled(transposed, vector.conj()).conj()

@@ -342,7 +342,7 @@ def gaussian_log_prob(
         }
         ```
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=residual)
     if is_complex(operator):
         raise TypeError(
             "`operator` must be real. Found one of a complex dtype, for which the "

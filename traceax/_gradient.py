@@ -155,12 +155,12 @@ def _refuse_second_rule(primals, tangents) -> Any:
     perturbed = [t for t in jax.tree.leaves(tangents[0]) if t is not None]
     if perturbed:
         raise NotImplementedError(
-            "The gradient that comes from the Lanczos run has no derivative of its own. "
-            "For second derivatives of a log-determinant, or of the trace of an "
-            "inverse or another negative whole power, pass "
-            "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other "
-            "functions there is no second derivative in the operator: take differences "
-            "of first ones, with the same key. For second derivatives of "
+            "The gradient comes from a Krylov run, or a factorisation with `k >= n`, "
+            "and has no derivative of its own. For second derivatives of a "
+            "log-determinant, or of the trace of an inverse or another negative whole "
+            "power, pass `gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For "
+            "other functions there is no second derivative in the operator: take "
+            "differences of first ones, with the same key. For second derivatives of "
             "`traceax.gaussian_log_prob` add up such a log-determinant and a "
             "`lineax.linear_solve`."
         )

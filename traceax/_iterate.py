@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive
+from ._callback import report
 from ._execution import AbstractExecution, even
 from ._flat import FlatOperator
 from ._quantity import AbstractQuantity, Trace
-from ._solution import failure, RESULTS
+from ._solution import failure, first_failure, RESULTS
 
 
 class Assessment(eqx.Module):
@@ -85,7 +86,7 @@ def iterate(
     history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
 
     def unfinished(carry):
-        rounds, streak, _, seen, _, _ = carry
+        rounds, streak, _, seen, _, _, interrupted = carry
         finite = jnp.isfinite(seen.value) | (seen.count == 0)
         ended = streak >= adaptive.least_streak
         if independent and adaptive.exact_cost is not None:
@@ -93,17 +94,18 @@ def iterate(
             missing = rounds * adaptive.round_size * (excess**2 - 1)
             enough = seen.count >= adaptive.min_samples
             ended |= enough & (missing > adaptive.exact_cost)
-        return (rounds < num_rounds) & finite & ~ended
+        return (rounds < num_rounds) & finite & ~ended & ~interrupted
 
     def one_round(carry):
-        rounds, streak, buffers, _, history, meter = carry
+        rounds, streak, buffers, _, history, meter, _ = carry
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
         spent = rounds * adaptive.round_size * adaptive.cost
         if adaptive.spent is not None:
             spent = spent + adaptive.spent
-        rounds = _report(adaptive.callback, rounds, spent, seen.value, seen.std_err)
+        news = spent, seen.value, seen.std_err
+        rounds, interrupted = report(adaptive, rounds, *news)
         if adaptive.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
             history = history.at[rounds - 1].set(row)
@@ -112,38 +114,26 @@ def iterate(
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
         streak = jnp.where(good(seen), streak + 1, 0)
         meter = adaptive.progress.step(meter, share)
-        return rounds, streak, buffers, seen, history, meter
+        return rounds, streak, buffers, seen, history, meter, interrupted
 
-    meter = adaptive.progress.init()
-    carry = (rounds, streak, buffers, assessment, history, meter)
-    rounds, streak, buffers, seen, history, meter = jax.lax.while_loop(
+    meter, interrupted = adaptive.progress.init(), jnp.zeros((), bool)
+    carry = (rounds, streak, buffers, assessment, history, meter, interrupted)
+    rounds, streak, buffers, seen, history, meter, interrupted = jax.lax.while_loop(
         unfinished, one_round, carry
     )
     adaptive.progress.close(meter)
     missed = ~good(seen) & jnp.isfinite(seen.value)
     return LoopResult(
         rounds=rounds,
-        result=failure(missed, RESULTS.max_matvecs_reached),
+        result=first_failure(
+            failure(interrupted, RESULTS.interrupted),
+            failure(missed, RESULTS.max_matvecs_reached),
+        ),
         state=LoopState(
             rounds, streak, buffers, seen, looseness, adaptive.round_size, adaptive.norm
         ),
         extra={"history": history} if adaptive.history else {},
     )
-
-
-def _report(
-    callback: Callable[..., None] | None, rounds: Int[Array, ""], *seen: Array
-) -> Int[Array, ""]:
-    """`rounds`, after `callback(*seen)` was called on the host. A pure callback, for
-    which the loop has reverse mode on any JAX; it is made because its result is used."""
-    if callback is None:
-        return rounds
-
-    def call(rounds, *seen):
-        callback(*seen)
-        return rounds
-
-    return jax.pure_callback(call, rounds, rounds, *seen, vmap_method="sequential")
 
 
 def _resume(

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -66,7 +67,10 @@ def laplacian(
     **Arguments:**
 
     - `fn`: a function to a real scalar, twice differentiable in forward mode and once in
-        reverse mode. Loops are differentiated as a whole, by nested derivatives.
+        reverse mode. Loops are differentiated as a whole, by nested derivatives; reverse
+        mode needs a `jax.lax.scan`, or a `jax.lax.fori_loop` of known length. For a
+        `jax.custom_vjp`, which has no forward mode, take [`traceax.trace`][] of
+        [`traceax.hessian`][].
     - `x`: the point, a PyTree of n real floating-point numbers in all.
     - `k`: how many random directions, vectors of signs. With `k >= n`, and by default,
         the n unit vectors, and the exact Laplacian. Or [`traceax.Adaptive`][], with
@@ -85,6 +89,7 @@ def laplacian(
     **Raises:**
 
     - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` no real scalar.
+    - `NotImplementedError`: JAX has no derivative of `fn` in one of the modes.
     - Errors as [`traceax.trace`][].
 
     ??? cite
@@ -102,7 +107,8 @@ def laplacian(
     check_point(x)
     x = jax.tree.map(jnp.asarray, x)
     check_scalar_function("fn", fn, x)
-    value, gradient = jax.value_and_grad(fn)(x)
+    with _differentiating(_REVERSE):
+        value, gradient = jax.value_and_grad(fn)(x)
     structure = jax.eval_shape(lambda: x)
     # It stands for the Hessian, which is not made, and has its size and dtype.
     operator = lx.IdentityLinearOperator(structure)
@@ -116,6 +122,28 @@ def laplacian(
     task = _Laplacian(fn=traced, point=to_flat(x, dtype))
     settings = {"key": key, "execution": Local(), "throw": throw}
     return value, gradient, solve(task, operator, k=size if k is None else k, **settings)
+
+
+_REVERSE = (
+    "once in reverse mode. Write a loop as `jax.lax.scan`, or as `jax.lax.fori_loop` of "
+    "known length."
+)
+_FORWARD = (
+    "twice in forward mode. A function with a `jax.custom_vjp` has none: take "
+    "`traceax.trace` of `traceax.hessian(fn, x)`, which is exact with `k=n`."
+)
+
+
+@contextlib.contextmanager
+def _differentiating(how: str) -> Iterator[None]:
+    """For what differentiates a function that JAX could trace, with an error that says
+    what is needed where it has no derivative."""
+    try:
+        yield
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise NotImplementedError(
+            f"`fn` must be differentiable {how} JAX says: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Laplacian(AbstractTask):
@@ -186,7 +214,7 @@ class _Laplacian(AbstractTask):
         def block(indices):
             used = (indices < count)[:, None]
             chosen = jnp.where(used, directions(indices), 0)
-            return second_derivative(self.fn.jaxpr, self.point, chosen)
+            return self._second_derivative(chosen)
 
         indices = jnp.arange(num_blocks * size).reshape(num_blocks, size)
         if num_blocks == 1:
@@ -197,6 +225,10 @@ class _Laplacian(AbstractTask):
         self, directions: Callable[[Int[Array, " s"]], Array], count: int
     ) -> Inexact[Array, " k"]:
         def one(index):
-            return second_derivative(self.fn.jaxpr, self.point, directions(index[None]))
+            return self._second_derivative(directions(index[None]))
 
         return jax.lax.map(one, jnp.arange(count), batch_size=min(count, _BLOCK))
+
+    def _second_derivative(self, directions: Inexact[Array, "s n"]) -> Inexact[Array, ""]:
+        with _differentiating(_FORWARD):
+            return second_derivative(self.fn.jaxpr, self.point, directions)

@@ -140,8 +140,10 @@ class _LogTraceExp(AbstractTask):
             num_matvecs=flat.size,
             rounding=0.0,
             extra={
+                "gradient_residual": zero[None],
                 "ritz_values": extremes,
                 "quadrature_error": zero,
+                "num_steps": jnp.zeros((), jnp.int32),
             },
             bounds=bounds_around(value, change),
         )

@@ -75,9 +75,31 @@ def _with_sign(
         sign = (-1.0) ** operator.in_size()
         estimate = sum_of(flatten(-operator), Log())
     else:
-        return sum_of(flatten(operator), SingularLog())
+        return _singular_if_zero(sum_of(flatten(operator), SingularLog()))
     extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
-    return dataclasses.replace(estimate, extra=extra)
+    return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
+
+
+def _singular_if_zero(estimate: Estimate) -> Estimate:
+    """The estimate, minus infinity where all products were zero: then there is no size
+    that eigenvalues of zero could be told from."""
+    if "ritz_values" not in estimate.extra:
+        return estimate
+    zero = jnp.all(estimate.extra["ritz_values"] == 0)
+
+    def infinite(x):
+        return jnp.where(zero, -jnp.inf, x)
+
+    extra, samples = estimate.extra, estimate.samples
+    if "sign" in extra:
+        extra = extra | {"sign": jnp.where(zero, 0, extra["sign"])}
+    estimate = dataclasses.replace(
+        estimate,
+        value=infinite(estimate.value),
+        samples=None if samples is None else infinite(samples),
+        extra=extra,
+    )
+    return estimate.map_bounds(lambda ends: ends.at[:, 0].set(infinite(ends[:, 0])))
 
 
 def _from_structure(determinant: SignLog) -> Estimate:
@@ -163,8 +185,8 @@ def logdet(
     `stats` has, beside the entries described there,
 
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
-        operator, $(-1)^n$; for structured operators the sign, or in complex arithmetic
-        the phase. Absent for other operators.
+        operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
+        the sign, or in complex arithmetic the phase. Absent for other estimates.
     - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`,
         between whose ends `value` would lie without quadrature error (for the same
         probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
@@ -192,7 +214,7 @@ def logdet(
         positive definite; it is singular, or too ill conditioned for its precision; a
         product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=estimator)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")

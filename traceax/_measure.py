@@ -38,7 +38,7 @@ def measure(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate this quantity.
     """
+    check_is_operator(operator, second=estimator)
     check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    check_is_operator(operator)
     task = Measurement(estimator=estimator, quantity=quantity(operator))
     return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

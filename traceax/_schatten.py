@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray, Real
 from ._adaptive import Adaptive
 from ._checks import check_instance, check_is_operator
 from ._execution import AbstractExecution, Local
-from ._flat import FlatOperator, flatten
+from ._flat import FlatOperator, flatten, needing_adjoint
 from ._matfun.all_eigenvalues import exact_trace_of_function
 from ._matfun.base import AbstractFunctionEstimator, AbstractFunctionTask
 from ._matfun.gradients import LanczosGradient
@@ -196,11 +196,12 @@ def schatten_norm(
         }
         ```
     """
-    check_is_operator(operator, square=False)
+    check_is_operator(operator, square=False, second=p)
     p = _check_power(p)
     num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    tall = operator if operator.out_size() >= operator.in_size() else operator.T
+    with needing_adjoint():
+        tall = operator if operator.out_size() >= operator.in_size() else operator.T
     task = _Schatten(
         estimator=estimator,
         function=SingularPower(p),
@@ -218,5 +219,12 @@ def _check_power(p: Any) -> float:
             "it must be static."
         )
     if not 0 < p < math.inf:
-        raise ValueError(f"`p` must be positive and finite. Found {p}.")
+        fix = ""
+        if p == math.inf:
+            fix = (
+                " The norm with `p=inf` is the largest singular value, of which "
+                "`stats['ritz_values'][1]` of a call with another `p` is an estimate "
+                "from below."
+            )
+        raise ValueError(f"`p` must be positive and finite. Found {p}.{fix}")
     return float(p)

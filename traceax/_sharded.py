@@ -6,12 +6,14 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ._checks import plain_integer
+from ._devices import devices
 from ._execution import AbstractExecution, Local
 from ._flat import FlatOperator
 from ._kernel.dense import factorising
@@ -108,6 +110,7 @@ class Sharded(AbstractExecution):
 
     - `mesh`: a `jax.sharding.Mesh`, of devices of one or of many processes. Explicit axes
         are taken as Auto ones; arrays placed on a mesh with Explicit axes are refused.
+        Pickled, it is restored from the devices with the same platforms and numbers.
     - `axis`: the name of the mesh axis over which probes are split.
     - `block_size`: probe vectors per block and device, as for [`traceax.Local`][]. Where
         vectors are split by `rows`, n counts the rows of one device.
@@ -135,6 +138,12 @@ class Sharded(AbstractExecution):
                 f"`rows` must be another axis than `axis`. Found {self.rows!r} for both."
             )
         Local(self.block_size)
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """For `pickle`, which devices refuse: by their platforms and numbers."""
+        mesh, settings = self.mesh, (self.axis, self.block_size, self.rows)
+        numbers = [(each.platform, each.id) for each in mesh.devices.flat]
+        return _restored, (numbers, mesh.devices.shape, mesh.axis_names, *settings)
 
     def map_reduce(
         self,
@@ -258,6 +267,23 @@ class Sharded(AbstractExecution):
             ),
             xs,
         )
+
+
+def _restored(
+    numbers: list[tuple[str, int]],
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    *settings: Any,
+) -> Sharded:
+    known = {(each.platform, each.id): each for each in devices()}
+    if missing := [number for number in numbers if number not in known]:
+        raise ValueError(
+            "A `traceax.Sharded` that was pickled needs the devices that it had. Found "
+            f"none with the platform and number {missing[0]}. Make one by "
+            "`traceax.Sharded(traceax.probe_mesh())`."
+        )
+    grid = np.asarray([known[number] for number in numbers]).reshape(shape)
+    return Sharded(Mesh(grid, names), *settings)
 
 
 Sharded.__init__.__doc__ = """**Arguments:**

@@ -90,25 +90,28 @@ Likely causes:
 
 
 _precision_lost_msg = """
-Rounding errors of the products change the value by a large part of the error that is
-reported, or by far more than an adaptive budget asks for. A function of an operator is
-then too ill conditioned for their precision, and what depends on its smallest eigenvalues
-is unknown: its `solution.stats["ritz_values"]` has the smallest and the largest that were
-seen.
+Rounding errors of the products, or an operator that is not Hermitian as its tag says,
+change the value by a large part of the error that is reported, or by far more than an
+adaptive budget asks for. A function of an operator is then too ill conditioned for their
+precision, and what depends on its smallest eigenvalues is unknown: its
+`solution.stats["ritz_values"]` has the smallest and the largest that were seen.
 
 Likely remedies:
 
-(a) make the products in a wider dtype: float64, or for an operator in bfloat16 or float16
+(a) if the operator is not Hermitian, leave out the tag that says so, also a semidefinite
+    one; or
+
+(b) make the products in a wider dtype: float64, or for an operator in bfloat16 or float16
     float32, in which products with such a matrix can be accumulated too; or
 
-(b) on an accelerator ask for products in full precision:
+(c) on an accelerator ask for products in full precision:
     `jax.default_matmul_precision("highest")`; or
 
-(c) for a log-determinant a preconditioner, whose products are better conditioned; or
+(d) for a log-determinant a preconditioner, whose products are better conditioned; or
 
-(d) add a multiple of the identity (`jitter`), larger than the rounding errors; or
+(e) add a multiple of the identity (`jitter`), larger than the rounding errors; or
 
-(e) loosen the tolerance of an adaptive budget, or let `max_k` be n and a round or more.
+(f) loosen the tolerance of an adaptive budget, or let `max_k` be n and a round or more.
 """.strip()
 
 _too_few_steps_msg = """
@@ -153,6 +156,11 @@ Likely remedies:
 (c) loosen the tolerance: `throw=False` returns what there is.
 """.strip()
 
+_interrupted_msg = """
+The `callback` of an adaptive budget raised an exception, which is printed above, and the
+run ended after that round.
+""".strip()
+
 
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """How a call ended. The members of `lineax.RESULTS`, and:
@@ -171,12 +179,15 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `too_few_steps`: for functions of operators, as many steps as
         [`traceax.AdaptiveSteps`][] allows leave a quadrature error above the error bar or
         the tolerance, or cannot tell the operator from a singular one.
+    - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
+        raised an exception, and the run ended after that round.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for another function, a Ritz value was outside of its domain, or
         not to be told from a pole at zero.
 
     `RESULTS[solution.result]` is the message, empty for a success. `print` shows no name:
-    compare with a member, `solution.result == RESULTS.successful`.
+    compare with a member, or look at `solution.successful`. (`bool(solution.result)` is
+    True for every member.)
 
     !!! Example
 
@@ -200,6 +211,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     precision_lost = _precision_lost_msg
     too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg
+    interrupted = _interrupted_msg
 
 
 def first_failure(*results: Any) -> Any:
@@ -294,7 +306,7 @@ class Solution(eqx.Module):
         operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
         solution = tx.trace(operator, k=3)
         print(solution.value, solution.std_err)  # 6.0 0.0
-        print(solution.result == tx.RESULTS.successful)  # True
+        print(solution.successful)  # True
         print(solution.stats["num_matvecs"])  # 0
         ```
 
@@ -307,6 +319,7 @@ class Solution(eqx.Module):
         `inf` where one sample leaves it unknown; 0 where the value is exact, but for
         `trace_difference` and `gaussian_log_prob`, which count rounding then too.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
+    - `successful`: whether that is `RESULTS.successful`, a boolean array of shape `()`.
     - `stats`: a dictionary. `"num_matvecs"` is the number of products with the
         operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is
         `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
@@ -396,6 +409,11 @@ class Solution(eqx.Module):
         return _interval(*answer, confidence, jnp.asarray(proven))
 
     @property
+    def successful(self) -> Bool[Array, "..."]:
+        """Whether the call succeeded; of a batch of solutions, an array."""
+        return self.result == RESULTS.successful
+
+    @property
     def details(self) -> str:
         """What the numbers of a failed call say, beside the message of its result."""
         if self.result == RESULTS.max_matvecs_reached:
@@ -447,6 +465,7 @@ def _interval(
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
             beyond = jnp.maximum(side * (bound - value.real), 0)
+            beyond = jnp.where(bound == value.real, 0, beyond)  # if both are infinite
         half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
         return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 

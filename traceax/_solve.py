@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive, first_budget, largest_budget
+from ._callback import raising_for_callbacks
 from ._checks import check_flag, check_instance, check_key, check_positive
 from ._execution import AbstractExecution
 from ._flat import FlatFunction, standard_promotion
@@ -48,7 +49,14 @@ def call(
     failed and `throw` says so. `fn` must be the same object at each call."""
     check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_flag("throw", throw)
-    answer, failed = _compiled(fn, args, name, execution)
+    try:
+        answer, failed = _compiled(fn, args, name, execution)
+    except OverflowError as error:
+        raise ValueError(
+            "Operators of more than 2^31 - 1 rows need integers of 64 bits: "
+            "`jax.config.update('jax_enable_x64', True)`. Arrays in float32 stay in it. "
+            f"JAX says: {error}"
+        ) from error
     return _raise_if(failed, answer, execution) if throw else answer
 
 
@@ -149,9 +157,9 @@ def solve(
             f"k={budget}. Raise `k`, or use `traceax.{estimator.fallback}`, which needs "
             "1."
         )
-    arguments = (estimator, operator, k, key, execution)
-    name = estimator.name
-    return call(_solve, *arguments, name=name, execution=execution, throw=throw)
+    settings = {"name": estimator.name, "execution": execution, "throw": throw}
+    with raising_for_callbacks(k) as k:
+        return call(_solve, estimator, operator, k, key, execution, **settings)
 
 
 class RunState(eqx.Module):
@@ -322,9 +330,10 @@ def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
 
 
 def _floor(estimate: Estimate) -> Real[Array, "*q"]:
-    """The standard error that is due to rounding, but for what is unresolved."""
+    """The standard error that is due to rounding, but for what is unresolved; an infinite
+    value has none."""
     size = jnp.maximum(jnp.abs(estimate.value), estimate.magnitude)
-    return estimate.rounding * size
+    return estimate.rounding * jnp.where(jnp.isinf(estimate.value), 0, size)
 
 
 def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
@@ -367,15 +376,19 @@ def _two_by_two(*entries: Array) -> Array:
 
 def _replaced(solution: Solution, exact: Solution) -> Solution:
     """`exact`, in the form of the adaptive solution that it replaces, and with the
-    products of both."""
+    products of both. What that has for each sample, `exact` has for one."""
     products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
-    stats = {name: exact.stats.get(name, x) for name, x in solution.stats.items()}
+
+    def repeated(one, all):
+        return jnp.broadcast_to(one, jnp.shape(all)).astype(jnp.result_type(all))
+
+    stats = {
+        name: jax.tree.map(repeated, exact.stats.get(name, x), x)
+        for name, x in solution.stats.items()
+    }
     stats["num_matvecs"] = products
     bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
     stats |= jax.tree.map(jnp.zeros_like, bars)
-    if "samples" in stats:
-        (sample,) = exact.stats["samples"]
-        stats["samples"] = jnp.full_like(solution.stats["samples"], sample)
-    else:
-        stats["num_samples"] = solution.stats["num_samples"]
+    made = ("num_samples", "num_steps")
+    stats |= {name: solution.stats[name] for name in made if name in stats}
     return dataclasses.replace(exact, stats=stats, state=solution.state)

@@ -13,7 +13,7 @@ from ._adaptive import Adaptive
 from ._checks import check_instance
 from ._execution import AbstractExecution, Local
 from ._flat import dtypes, FlatOperator, flatten, is_hermitian
-from ._matfun.all_eigenvalues import exact_trace_of_function
+from ._matfun.all_eigenvalues import entries_without_probes, exact_trace_of_function
 from ._matfun.base import AbstractFunctionTask
 from ._matfun.callables import as_spectral_function
 from ._matfun.difference import Difference, unstack
@@ -57,9 +57,7 @@ class _TraceDifference(AbstractFunctionTask):
         assert b.bounds is not None
         value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
         extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
-        extra = {"ritz_values": worst(extremes)}
-        if self.function.bracketed:
-            extra["bracket"] = jnp.stack([value.real, value.real])
+        extra = entries_without_probes(self.function, value.real, worst(extremes))
         return dataclasses.replace(
             a,
             value=value,

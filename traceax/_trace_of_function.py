@@ -135,7 +135,7 @@ def trace_of_function(
         domain of the function; rounding errors are a large part of the reported error;
         a product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=function)
     num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")

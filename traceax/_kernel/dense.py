@@ -290,6 +290,16 @@ def inverse(x: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 
 @_door
+def _determinant_sign(x: Array) -> tuple[Array]:
+    return (jnp.linalg.slogdet(x)[0],)
+
+
+def determinant_sign(x: Inexact[Array, "m m"]) -> Inexact[Array, ""]:
+    """`det x / |det x|` of any square matrix, 0 if a pivot is."""
+    return _determinant_sign(x)[0]
+
+
+@_door
 def _expm(x: Array) -> tuple[Array]:
     return (jax.scipy.linalg.expm(x, max_squarings=32),)
 

@@ -9,12 +9,13 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._gradient import attach
-from .._kernel.dense import diagonal, eigh, svd, two_norm
+from .._kernel.dense import determinant_sign, diagonal, eigh, svd, two_norm
 from .._kernel.small_matrix import rounded
 from .._solution import Estimate, failure, first_failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, slopes_at, subgradients_at, values_at
+from .singular_functions import SingularLog
 
 
 def exact_trace_of_function(
@@ -29,11 +30,14 @@ def exact_trace_of_function(
     matrix = execution.matmat(operator.frozen, eye)
     if not operator.hermitian and not function.of_singular_values:
         return _of_general_matrix(operator, matrix, function, gradient, execution)
+    tagged_wrongly = jnp.zeros((), bool)
     if function.of_singular_values:
         left, nodes, right = svd(matrix)
         noise, ends = 0.0, [-1, 0]
     else:
         skew = matrix - matrix.conj().T
+        # In the second digit.
+        tagged_wrongly = two_norm(skew) > 0.02 * two_norm(matrix)
         nodes, left = eigh((matrix + matrix.conj().T) / 2)
         right, ends = left.conj().T, [0, -1]
         noise = two_norm(skew) / (2**0.5 * operator.size)
@@ -51,10 +55,11 @@ def exact_trace_of_function(
     moved = jnp.where(jnp.isfinite(moved) & ~one_sided, moved, 0)
     steep = jnp.where(one_sided, 0, slopes)
     change, lost = _rounding(nodes, values, steep, error, moved, bias)
+    lost |= tagged_wrongly
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
-    extra = {"ritz_values": extremes}
-    if function.bracketed:
-        extra["bracket"] = jnp.stack([value, value])
+    extra = entries_without_probes(function, value, extremes)
+    if isinstance(function, SingularLog):
+        extra["sign"] = determinant_sign(matrix)
     bounds = bounds_around(value, change)
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
@@ -70,6 +75,24 @@ def exact_trace_of_function(
         extra=extra,
         bounds=bounds,
     )
+
+
+def entries_without_probes(
+    function: AbstractSpectralFunction,
+    value: Real[Array, ""],
+    extremes: Real[Array, "2"],
+) -> dict[str, Array]:
+    """`Estimate.extra` of an exact value, with the entries of a Krylov run that makes no
+    steps and has one sample."""
+    extra = {
+        "ritz_values": extremes,
+        "num_steps": jnp.zeros((), jnp.int32),
+        "gradient_residual": jnp.zeros_like(value)[None],
+    }
+    if function.bracketed:
+        bracket = jnp.stack([value, value])
+        extra |= {"bracket": bracket, "sample_brackets": bracket[None]}
+    return extra
 
 
 def bounds_around(
@@ -104,9 +127,7 @@ def _of_general_matrix(
     lost = change > size
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
-    extra = {"ritz_values": extremes}
-    if function.bracketed:
-        extra["bracket"] = jnp.stack([value.real, value.real])
+    extra = entries_without_probes(function, value.real, extremes)
     return Estimate(
         value=attach(operator, value, frame, execution=execution),
         std_err=jnp.zeros_like(value.real),

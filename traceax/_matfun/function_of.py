@@ -352,7 +352,7 @@ def function_of(
         }
         ```
     """
-    check_is_operator(operator)
+    check_is_operator(operator, second=function)
     check_hermitian(operator)
     num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
     flat = flatten(operator)

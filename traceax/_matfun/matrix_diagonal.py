@@ -59,6 +59,7 @@ def exact_diagonal_of_function(
             "ritz_values": ends,
             "truncation_error": zero[0],
             "gradient_residual": zero[0],
+            "num_steps": jnp.zeros((), jnp.int32),
         },
         bounds=bounds_around(real, 4 * change),  # factorisations are off by several eps
     )

@@ -190,15 +190,15 @@ def estimate_of_forms(
     is_zero = jnp.abs(mean) <= 2 * bar
     precise = RESULTS.where(is_zero, RESULTS.successful, precise)
     unresolved = jnp.hypot(unresolved, jnp.where(is_zero, rounding, 0))
-    taken, wide = {}, None
+    missed = jnp.zeros((), bool)
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
         missed = jnp.max(errors) > bar
         if isinstance(k, Adaptive):
             missed = excess(mean, ends, 0) > 1
         missed |= convergence.hides(SEEN, 4 * bar)
-        taken, wide = steps.report(missed)
         std_err = jnp.hypot(std_err, jnp.max(errors))
+    taken, wide = steps.report(missed)
     return Estimate(
         value=attach_derivative(mean, live),
         std_err=std_err,

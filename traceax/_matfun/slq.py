@@ -59,11 +59,12 @@ class SLQEstimator(AbstractFunctionEstimator):
         print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
         ```
 
-    Further entries of `stats` are `"ritz_values"`, shape `(2,)`, and
-    `"gradient_residual"`, shape `(k,)`, for a Hermitian operator the relative residual of
-    $f'(A) z_i$ from the Krylov space of each probe; an exact answer has no entries for
-    probes. `"ritz_values"` are the smallest and the largest number that was found, by
-    Lanczos of the Ritz values, by Golub-Kahan of the singular values of the bidiagonal
+    Further entries of `stats` are `"num_steps"`, how many steps each probe made;
+    `"ritz_values"`, shape `(2,)`; and `"gradient_residual"`, shape `(k,)`, for a
+    Hermitian operator the relative residual of $f'(A) z_i$ from the Krylov space of each
+    probe. With `k >= n` there are the entries of one probe that made no steps, with a
+    residual of 0. `"ritz_values"` are the smallest and the largest number that was found,
+    by Lanczos of the Ritz values, by Golub-Kahan of the singular values of the bidiagonal
     matrices, and by Arnoldi of the eigenvalues of the Hermitian part of the Hessenberg
     matrices, between which the real parts of its eigenvalues are.
 

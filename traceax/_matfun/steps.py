@@ -164,12 +164,12 @@ class Steps(eqx.Module):
         return cls.of(num_steps, lambda _: made), dataclasses.replace(k, state=loop)
 
     def report(self, missed: Bool[Array, ""]) -> tuple[dict[str, Array], Any]:
-        """If they were chosen: their number, for `stats`, and the result, which says
-        whether they were too few."""
+        """Their number, for `stats`, and the result, which says whether those that were
+        chosen were too few."""
+        taken = {"num_steps": jnp.asarray(self.made, jnp.int32)}
         if not self.chosen:
-            return {}, None
-        result = failure(missed, RESULTS.too_few_steps)
-        return {"num_steps": jnp.asarray(self.made)}, result
+            return taken, None
+        return taken, failure(missed, RESULTS.too_few_steps)
 
     def state(self, loop: PyTree[Array] | None) -> PyTree[Array] | None:
         """That of an adaptive run, with the number of steps: of a run that goes on, all

@@ -8,13 +8,12 @@ from .._flat import flatten, unflatten
 def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """A A*, positive semidefinite: a product with A*, and one with A."""
     flat = flatten(operator)
-    adjoint_mv = flat.mv if flat.hermitian else flat.adjoint_mv
     limits = jnp.finfo(flat.precision)
     # With four binary digits.
     smallest = 16 * limits.smallest_subnormal if flat.narrow else limits.tiny
 
     def mv(vector):
-        half = adjoint_mv(vector)
+        half = flat.adjoint_mv(vector)
         image = flat.mv(half)
         # Where the product underflows, the smallest normal numbers take its place, so
         # that it is not taken for zero; but those of float16 are not small.
