@@ -16,6 +16,7 @@ FILES = {
 # fit a module, the first line counts. `x.__init__` are there to hold a docstring.
 LEVELS = [
     "_quantiles _reduce _linearity",
+    "_results",
     "_solution _moments _flat _devices _threefry *.__init__",
     "_checks _quantity _storage _kernel.dense",
     "_adaptive _kernel.gram_schmidt",

@@ -113,6 +113,7 @@ from ._operator.curvature import (
 )
 from ._operator.data_gram import data_gram as data_gram
 from ._operator_report import OperatorReport as OperatorReport
+from ._results import RESULTS as RESULTS
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     NormalSampler as NormalSampler,
@@ -122,7 +123,7 @@ from ._sampler import (
 )
 from ._schatten import schatten_norm as schatten_norm
 from ._sharded import Sharded as Sharded
-from ._solution import RESULTS as RESULTS, Solution as Solution
+from ._solution import Solution as Solution
 from ._trace import trace as trace
 from ._trace_difference import trace_difference as trace_difference
 from ._trace_of_function import trace_of_function as trace_of_function

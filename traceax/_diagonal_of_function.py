@@ -31,8 +31,9 @@ from ._matfun.steps import (
     Steps,
 )
 from ._quantity import AbstractQuantity, Diagonal, Shifted
+from ._results import failure, first_failure, RESULTS
 from ._sampler import draw_for, RademacherSampler
-from ._solution import Estimate, failure, first_failure, RESULTS, Solution
+from ._solution import Estimate, Solution
 from ._solve import AbstractTask, solve
 
 
@@ -93,7 +94,7 @@ class _DiagonalOfFunction(AbstractTask):
             quantity = Shifted(quantity, jax.lax.stop_gradient(known))
         most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
         if isinstance(most, AdaptiveSteps):
-            most = most.max_steps
+            most = most.most
         action = Action(flat, function, most, most)
         product = Between(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]

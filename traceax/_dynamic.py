@@ -14,8 +14,9 @@ from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
 from ._flat import FlatOperator, flatten
 from ._kernel.dense import normalise
+from ._results import failure, RESULTS
 from ._sampler import AbstractSampler, draw_for, needed, RademacherSampler
-from ._solution import failure, RESULTS, Solution
+from ._solution import Solution
 from ._solve import call
 from ._trace import trace
 

@@ -33,7 +33,8 @@ from ._matfun.preconditioned import check_preconditioner
 from ._matfun.preconditioner import AbstractPreconditioner, AbstractPreconditioning
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
-from ._solution import failure, first_failure, RESULTS, Solution
+from ._results import failure, first_failure, RESULTS
+from ._solution import Solution
 from ._solve import call
 
 

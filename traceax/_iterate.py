@@ -13,7 +13,7 @@ from ._callback import report
 from ._execution import AbstractExecution, even
 from ._flat import FlatOperator
 from ._quantity import AbstractQuantity, Trace
-from ._solution import failure, first_failure, RESULTS
+from ._results import failure, first_failure, RESULTS
 
 
 class Assessment(eqx.Module):

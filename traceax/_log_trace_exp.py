@@ -31,8 +31,9 @@ from ._matfun.steps import (
 )
 from ._moments import LogMoments
 from ._quantity import AbstractQuantity, Trace
+from ._results import first_failure
 from ._sampler import AbstractSampler, draw_for, RademacherSampler
-from ._solution import Estimate, first_failure, Solution
+from ._solution import Estimate, Solution
 from ._solve import AbstractTask, solve
 
 

@@ -21,7 +21,8 @@ from ._matfun.singular_functions import SingularLog
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._matfun.structured import SignLog, structured_log_det
-from ._solution import Estimate, failure, RESULTS, Solution
+from ._results import failure, RESULTS
+from ._solution import Estimate, Solution
 from ._solve import solve
 
 
@@ -215,8 +216,8 @@ def logdet(
         product was not finite; a tolerance was not reached.
     """
     check_is_operator(operator, second=estimator)
-    num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if preconditioner is not None:
         check_preconditioner(preconditioner, operator.in_size())

@@ -22,7 +22,8 @@ from ._checks import check_flag, check_instance, check_key, check_positive
 from ._execution import AbstractExecution
 from ._flat import FlatFunction, standard_promotion
 from ._quantity import AbstractQuantity
-from ._solution import Estimate, failure, first_failure, RESULTS, Solution
+from ._results import failure, first_failure, RESULTS
+from ._solution import Estimate, Solution
 
 
 class _Answer(Protocol):

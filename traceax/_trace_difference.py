@@ -29,7 +29,8 @@ from ._matfun.quadratic_form import worst
 from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._operator.stacked import stacked
-from ._solution import Estimate, first_failure, Solution
+from ._results import first_failure
+from ._solution import Estimate, Solution
 from ._solve import solve
 
 

@@ -136,8 +136,8 @@ def trace_of_function(
         a product was not finite; a tolerance was not reached.
     """
     check_is_operator(operator, second=function)
-    num_steps = check_steps(num_steps, operator.in_size())
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     dtype, hermitian = dtypes(operator)[0], is_hermitian(operator)
     function = as_spectral_function(function, dtype, hermitian=hermitian)

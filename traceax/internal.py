@@ -34,5 +34,6 @@ from ._quantity import (
     RowNorms as RowNorms,
     Trace as Trace,
 )
+from ._results import failure as failure
 from ._sampler import draw_for as draw_for
-from ._solution import Estimate as Estimate, failure as failure
+from ._solution import Estimate as Estimate

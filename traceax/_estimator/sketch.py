@@ -17,8 +17,9 @@ from .._iterate import LoopResult, sum_over_rounds
 from .._kernel.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._moments import Moments
 from .._quantity import AbstractQuantity, Trace
+from .._results import failure, first_failure, RESULTS
 from .._sampler import AbstractSampler, draw_for
-from .._solution import Estimate, failure, first_failure, RESULTS
+from .._solution import Estimate
 from .base import AbstractQuantityEstimator, is_skewed, refusal
 
 

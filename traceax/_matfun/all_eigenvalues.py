@@ -11,7 +11,8 @@ from .._flat import FlatOperator
 from .._gradient import attach
 from .._kernel.dense import determinant_sign, diagonal, eigh, svd, two_norm
 from .._kernel.small_matrix import rounded
-from .._solution import Estimate, failure, first_failure, RESULTS
+from .._results import failure, first_failure, RESULTS
+from .._solution import Estimate
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, slopes_at, subgradients_at, values_at

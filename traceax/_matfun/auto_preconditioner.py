@@ -237,4 +237,4 @@ def _forecast(
     contraction = ((root - 1) / (root + 1)) ** 2
     ratio = 4 * weight / jnp.where(aim > 0, num_steps.share * aim, 1)
     steps = jnp.ceil(jnp.log(jnp.maximum(ratio, 1)) / -jnp.log(contraction))
-    return probes * jnp.clip(steps, 1, num_steps.max_steps), variance
+    return probes * jnp.clip(steps, 1, num_steps.most), variance

@@ -1,4 +1,5 @@
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import lineax as lx
@@ -52,10 +53,12 @@ class AbstractFunctionEstimator(eqx.Module):
 
     - `sampler`: distribution of the probes.
     - `min_probes`: the smallest `k` that it works with.
+    - `most_steps`: how many steps a call chooses at most if nothing is said, 128.
     """
 
     sampler: eqx.AbstractVar[AbstractSampler]
     min_probes: eqx.AbstractClassVar[int]
+    most_steps: ClassVar[int] = 128
 
     @abc.abstractmethod
     def run(

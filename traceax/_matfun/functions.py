@@ -17,8 +17,7 @@ class AbstractSpectralFunction(eqx.Module):
     operators that are not Hermitian, analytic around their eigenvalues.
 
     To write one, subclass, give the attributes and define `__call__`. A plain callable
-    will do too wherever a function is asked for; it is taken to be defined on all reals.
-    Derivatives with respect to a function's own arrays work.
+    will do too, as a function of all reals. Derivatives in a function's own arrays work.
 
     !!! Example
 
@@ -93,11 +92,9 @@ class AbstractSpectralFunction(eqx.Module):
         self, matrix: Inexact[Array, "s s"]
     ) -> tuple[Inexact[Array, "s s"], Inexact[Array, "s s"]]:
         """The function and its derivative of a small matrix, for operators that are not
-        Hermitian; by default from its eigenvalues and eigenvectors. Where the
-        eigenvectors are too ill conditioned, half of the digits are correct; the run
-        measures this, and reports `RESULTS.precision_lost` where it is a large part of
-        the error bar. Override it where there is a better
-        method.
+        Hermitian; by default from its eigenvalues and eigenvectors. Where these are too
+        ill conditioned, half of the digits are correct, which the run measures. Override
+        it where there is a better method.
 
         **Arguments:**
 
@@ -118,9 +115,8 @@ class AbstractSpectralFunction(eqx.Module):
 
     @property
     def degree(self) -> int | None:
-        """That of a polynomial, for which quadrature rules of enough steps are exact (for
-        a function of singular values, of a polynomial in their squares); `None` for
-        another function."""
+        """Of a polynomial (of singular values: in their squares), for which rules of
+        enough steps are exact; else `None`."""
         return None
 
     @property
@@ -297,7 +293,7 @@ class Power(AbstractSpectralFunction):
 
     @property
     def degree(self) -> int | None:
-        return int(self.exponent) if self._whole and self.exponent >= 0 else None
+        return None if self.semidefinite_domain else int(self.exponent)
 
     def __call__(self, x):
         return x ** int(self.exponent) if self._whole else x**self.exponent

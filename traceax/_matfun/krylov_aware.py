@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -112,6 +112,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
     sampler: AbstractSampler = SphereSampler()
     block: tuple[int, int] | None = eqx.field(static=True, default=None)
+    most_steps: ClassVar[int] = 64
 
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "SphereSampler()")

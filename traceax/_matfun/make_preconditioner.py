@@ -11,8 +11,8 @@ from .._flat import FlatOperator, flatten
 from .._kernel.dense import eigh, normalise, thin_svd
 from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
+from .._results import failure, RESULTS
 from .._sampler import draw_for, NormalSampler
-from .._solution import failure, RESULTS
 from .._solve import call
 from .preconditioner import Preconditioner
 

@@ -11,7 +11,8 @@ from .._execution import AbstractExecution
 from .._flat import FlatOperator
 from .._kernel.dense import eigh, normalise, two_norm
 from .._kernel.frechet import divided_differences
-from .._solution import Estimate, failure, first_failure, RESULTS
+from .._results import failure, first_failure, RESULTS
+from .._solution import Estimate
 from .all_eigenvalues import bounds_around
 from .function_of import first_order_only
 from .functions import AbstractSpectralFunction

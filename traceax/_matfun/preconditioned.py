@@ -156,6 +156,10 @@ class Preconditioned(AbstractFunctionEstimator):
     def min_probes(self) -> int:  # pyright: ignore
         return self.estimator.min_probes
 
+    @property
+    def most_steps(self) -> int:  # pyright: ignore
+        return self.estimator.most_steps
+
     def rescaled(self, factor: Scalar, least: Scalar | None = None) -> "Preconditioned":
         inner = self.estimator.rescaled(factor, least)
         return Preconditioned(inner, self.preconditioner)

@@ -13,7 +13,7 @@ from .._adaptive import Adaptive
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, standard_promotion, unflatten
 from .._gradient import attach, Frame
-from .._solution import RESULTS
+from .._results import RESULTS
 from .steps import AdaptiveSteps
 
 

@@ -11,7 +11,7 @@ from .._flat import FlatOperator
 from .._kernel.gram_schmidt import unit
 from .._kernel.small_matrix import least_seen, with_pole
 from .._reduce import reduce_together
-from .._solution import failure, RESULTS
+from .._results import failure, RESULTS
 from .functions import AbstractSpectralFunction
 from .rules import finite, roundoff
 

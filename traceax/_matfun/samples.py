@@ -11,7 +11,8 @@ from .._gradient import attach, attach_derivative
 from .._iterate import stream, Streamed
 from .._moments import Moments
 from .._quantity import AbstractQuantity
-from .._solution import Estimate, first_failure, RESULTS
+from .._results import first_failure, RESULTS
+from .._solution import Estimate
 from .convergence import Convergence, SEEN
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
@@ -188,7 +189,7 @@ def estimate_of_forms(
     bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
     # A value that is zero to rounding has no digits to lose.
     is_zero = jnp.abs(mean) <= 2 * bar
-    precise = RESULTS.where(is_zero, RESULTS.successful, precise)
+    precise = RESULTS.where(is_zero, failure(False, RESULTS.precision_lost), precise)
     unresolved = jnp.hypot(unresolved, jnp.where(is_zero, rounding, 0))
     missed = jnp.zeros((), bool)
     if steps.chosen:

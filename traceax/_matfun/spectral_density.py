@@ -25,8 +25,8 @@ from .._flat import flatten, standard_promotion
 from .._kernel.lanczos import lanczos
 from .._kernel.quadrature import ritz
 from .._moments import Moments
+from .._results import failure, RESULTS
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solution import failure, RESULTS
 from .._solve import call
 
 

@@ -12,7 +12,7 @@ from .._checks import check_positive, check_scalar
 from .._execution import AbstractExecution
 from .._flat import FlatOperator, freeze
 from .._quantity import AbstractQuantity
-from .._solution import failure, RESULTS
+from .._results import failure, RESULTS
 from .convergence import Convergence, SEEN_BY_ONE
 from .functions import AbstractSpectralFunction
 from .krylov import AbstractKrylovMethod
@@ -52,19 +52,22 @@ class AdaptiveSteps(eqx.Module):
     **Attributes:**
 
     - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
+        By default 128 (64 for [`traceax.KrylovAwareEstimator`][], which keeps many
+        vectors for each step), or for more than two million rows as many as vectors of
+        that length take $2^{28}$ numbers, but at least 64.
         If the bracket is still too wide for the tolerance of an adaptive budget after so
         many, the call ends as `RESULTS.too_few_steps`.
     - `share`: the fraction of the target that the quadrature error may be, a real
         number. Derivatives need more steps than the value: choose it smaller for them.
     """
 
-    max_steps: int = eqx.field(static=True, default=64)
+    max_steps: int | None = eqx.field(static=True, default=None)
     share: Scalar | float = 0.1
 
-    def __init__(self, max_steps: int = 64, share: Scalar | float = 0.1):
+    def __init__(self, max_steps: int | None = None, share: Scalar | float = 0.1):
         """**Arguments:**
 
-        - `max_steps`: default is 64.
+        - `max_steps`: default is `None`, as above.
         - `share`: default is 0.1.
 
         **Raises:**
@@ -72,17 +75,29 @@ class AdaptiveSteps(eqx.Module):
         `TypeError` or `ValueError` for a `max_steps` that is not a Python integer of 1 or
         more, and a `share` that is not positive.
         """
-        self.max_steps = check_positive("max_steps", max_steps)
+        if max_steps is not None:
+            max_steps = check_positive("max_steps", max_steps)
+        self.max_steps = max_steps
         check_scalar("share", share)
         if isinstance(share, int | float) and not share > 0:
             raise ValueError(f"`share` must be positive. Found {share!r}.")
         self.share = share
 
+    @property
+    def most(self) -> int:
+        """`max_steps`, which is known once the size of the operator is."""
+        assert self.max_steps is not None
+        return self.max_steps
 
-def check_steps(num_steps: Any, n: int) -> int | AdaptiveSteps:
-    """A number of steps, a number or adaptive, that is at most n."""
+
+def check_steps(num_steps: Any, n: int, most: int = 128) -> int | AdaptiveSteps:
+    """A number of steps, a number or adaptive, that is at most n; if nothing is said, at
+    most as many as `most`, and as vectors of length n take 2^28 numbers, or 64 if that is
+    more."""
     if isinstance(num_steps, AdaptiveSteps):
-        return AdaptiveSteps(min(num_steps.max_steps, n), num_steps.share)
+        if (limit := num_steps.max_steps) is None:
+            limit = min(most, max(64, 2**28 // n))
+        return AdaptiveSteps(min(limit, n), num_steps.share)
     return min(check_positive("num_steps", num_steps), n)
 
 
@@ -147,7 +162,7 @@ class Steps(eqx.Module):
         if not isinstance(num_steps, AdaptiveSteps):
             return cls(num_steps, num_steps, 0, False)
         made = choose(num_steps)
-        return cls(num_steps.max_steps, made, made, True)
+        return cls(num_steps.most, made, made, True)
 
     @classmethod
     def resumed(
@@ -225,7 +240,7 @@ def choose_steps(
     """How many steps this probe takes until the excess that `look(operator, state,
     steps)` finds is small enough. It looks after 4, 6, 8, 10 and 12 steps, and then each
     time their number has grown by a third; if `least` is 1, after 1 and 2 too."""
-    most = adaptive.max_steps
+    most = adaptive.most
 
     def run(flat, probe):
         def unfinished(carry) -> Bool[Array, ""]:
