@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from ._quantiles import student_quantile
+from ._moments import sampling_quantiles
 
 
 _nonfinite_msg = """
@@ -216,6 +216,7 @@ class Estimate(eqx.Module):
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
     - `num_samples`: how many samples there are, needed where `samples` is None.
+    - `skewness`: theirs, of the shape of `value`, if `samples` is None; None if 0.
     - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
         derivative of `value` is made; the mean of their outer products is the identity.
     - `bounds`: bounds of what `value` would be without quadrature error and rounding,
@@ -235,6 +236,7 @@ class Estimate(eqx.Module):
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
+    skewness: Real[Array, "*q"] | None = None
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
     bounds: Real[Array, "2 2 *q"] | None = None
 
@@ -270,7 +272,8 @@ class Solution(eqx.Module):
         operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is
         `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
         the logarithm of the mean of their exponentials. Where `value` is not a scalar,
-        there is their number m instead, `"num_samples"`. `"std.err"` is the standard
+        there is their number m instead, `"num_samples"`, and where they are skewed
+        `"skewness"`, of the structure of `value`. `"std.err"` is the standard
         error again, under the name that traceax 1.0 gave it. Functions of operators (but
         for log-determinants that are known from the structure) have `"bounds"`, shape
         `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of what `value`
@@ -296,10 +299,10 @@ class Solution(eqx.Module):
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
 
-        The sampling error is the standard error times a quantile of Student's t for the
-        number of samples. For functions of operators, log-determinants and Schatten
-        norms it is added at both ends of `stats["bounds"]`, each with its own standard
-        error. Look at `result` first: where a call failed, the interval means nothing.
+        The sampling error is the standard error times a quantile of Student's t, above
+        95% widened for skewed samples. For functions of operators, log-determinants and
+        Schatten norms it is added at both ends of `stats["bounds"]`, each with its own
+        standard error. Where a call failed (see `result`), the interval means nothing.
 
         !!! Example
 
@@ -332,7 +335,7 @@ class Solution(eqx.Module):
         between 0 and 1, or an `equinox` run-time error where it is traced. `ValueError`
         for a batch of solutions.
         """
-        names = ("bounds", "samples", "num_samples")
+        names = ("bounds", "samples", "num_samples", "skewness")
         known = {name: self.stats[name] for name in names if name in self.stats}
         dimensions = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
         shapes = {name: jnp.shape(self.stats.get(name, 0)) for name in dimensions}
@@ -381,13 +384,9 @@ def _checked(confidence: Any) -> Array:
 def _interval(
     value: PyTree[Array], std_err: PyTree[Array], known: dict[str, Any], confidence: Array
 ) -> tuple[PyTree[Array], PyTree[Array]]:
-    # The bar of `DynamicTrace` is not that of a number of samples.
-    count = jnp.asarray(known.get("num_samples", jnp.inf))
-    if "samples" in known:
-        count = jnp.sum(jnp.isfinite(known["samples"]))
-    quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
+    quantiles = sampling_quantiles(confidence, value, known)
 
-    def end(side, value, std_err, bounds=None):
+    def end(side, value, std_err, quantile, bounds=None):
         beyond = 0
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
@@ -395,6 +394,7 @@ def _interval(
         half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
         return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 
-    leaves = [value, std_err, *([known["bounds"]] if "bounds" in known else [])]
+    bounds = [known["bounds"]] if "bounds" in known else []
+    leaves = [value, std_err, quantiles, *bounds]
     low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
     return low, high
