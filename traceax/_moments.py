@@ -271,9 +271,8 @@ class SignMoments(eqx.Module):
         moments = Moments.of(samples, valid, skewed=skewed)
         if size is not None:
             size = jnp.max(jnp.where(_beside(valid, size), size, 0), axis=0)
-        if marks is not None:
-            marks = Moments.of(marks, valid, skewed=False)
-        return cls(moments, size, marks, rounding, near)
+        marked = None if marks is None else Moments.of(marks, valid, skewed=False)
+        return cls(moments, size, marked, rounding, near)
 
     @classmethod
     def merge(cls, parts: "SignMoments") -> "SignMoments":
