@@ -351,7 +351,8 @@ def log_trace_exp(
 
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
-    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders.
+    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders. They
+    are corrected for the bias of a logarithm, and so are not derivatives of `value`.
     Memory: `num_steps` vectors of length n for each probe of a block, or with `window=0`
     and no derivative those of a step; and for a derivative two for each probe.
 

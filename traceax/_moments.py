@@ -305,8 +305,8 @@ class SignMoments(eqx.Module):
         if self.size is not None:
             scale = jnp.maximum(scale, self.size)
         floor, spread = self.rounding * scale, self.marks.independent_std_err
-        tied = self.samples.unit <= floor
-        tied |= self.samples.independent_std_err < self.near * spread
+        equal = jnp.maximum(floor, self.near * spread) if self.near else floor
+        tied = self.samples.independent_std_err <= equal
         chance = tied & (spread > floor) & (self.count < FEW_SIGNS)
         return jnp.where(chance, jnp.maximum(std_err, 3 * spread), std_err)
 
