@@ -245,7 +245,7 @@ class SignMoments(eqx.Module):
         not the mean; of the shape of a sample.
     - `marks`: those of numbers of the size of a sample, which are equal too where the
         operator is diagonal; only for few samples.
-    - `rounding`: the relative size of rounding errors.
+    - `floor`: the size of rounding errors, of the shape of a sample, beside marks.
     - `near`: samples that spread less than this share of their marks are nearly equal. 0
         where samples may well spread much less.
     """
@@ -253,7 +253,7 @@ class SignMoments(eqx.Module):
     samples: Moments
     size: Real[Array, "*parts_q"] | None
     marks: Moments | None
-    rounding: float = eqx.field(static=True)
+    floor: Real[Array, "*parts_q"] | None
     near: float = eqx.field(static=True)
 
     @classmethod
@@ -268,18 +268,20 @@ class SignMoments(eqx.Module):
         rounding: float,
         near: float,
     ) -> "SignMoments":
-        moments = Moments.of(samples, valid, skewed=skewed)
-        if size is not None:
-            size = jnp.max(jnp.where(_beside(valid, size), size, 0), axis=0)
-        marked = None if marks is None else Moments.of(marks, valid, skewed=False)
-        return cls(moments, size, marked, rounding, near)
+        largest = lambda x: jnp.max(jnp.where(_beside(valid, x), x, 0), axis=0)  # noqa: E731
+        moments, marked, floor = Moments.of(samples, valid, skewed=skewed), None, None
+        if marks is not None:
+            marked = Moments.of(marks, valid, skewed=False)
+            sizes = jnp.abs(samples)
+            floor = rounding * largest(sizes if size is None else sizes + size)
+        return cls(moments, None if size is None else largest(size), marked, floor, near)
 
     @classmethod
     def merge(cls, parts: "SignMoments") -> "SignMoments":
-        size = None if parts.size is None else jnp.max(parts.size, axis=0)
+        most = lambda x: jnp.max(x, axis=0)  # noqa: E731
+        size, floor = jax.tree.map(most, (parts.size, parts.floor))
         marks = None if parts.marks is None else Moments.merge(parts.marks)
-        samples = Moments.merge(parts.samples)
-        return cls(samples, size, marks, parts.rounding, parts.near)
+        return cls(Moments.merge(parts.samples), size, marks, floor, parts.near)
 
     @property
     def count(self) -> Real[Array, "*parts"]:
@@ -299,15 +301,12 @@ class SignMoments(eqx.Module):
         far they spread. The factor makes 95% intervals cover row norms and traces of
         blocks of up to seven equal entries."""
         std_err = self.samples.std_err()
-        if self.marks is None:
+        if self.marks is None or self.floor is None:
             return std_err
-        scale = jnp.abs(self.mean)
-        if self.size is not None:
-            scale = jnp.maximum(scale, self.size)
-        floor, spread = self.rounding * scale, self.marks.independent_std_err
-        equal = jnp.maximum(floor, self.near * spread) if self.near else floor
+        spread = self.marks.independent_std_err
+        equal = jnp.maximum(self.floor, self.near * spread) if self.near else self.floor
         tied = self.samples.independent_std_err <= equal
-        chance = tied & (spread > floor) & (self.count < FEW_SIGNS)
+        chance = tied & (spread > self.floor) & (self.count < FEW_SIGNS)
         return jnp.where(chance, jnp.maximum(std_err, 3 * spread), std_err)
 
 

@@ -120,7 +120,7 @@ def row_norms(
     but for up to `1 / k`. Where the estimate of a square is negative, the row is 0, its
     `std_err` the root of that of the square, and its derivative 0. Memory: one block of
     probes with its products, and four numbers for each row (with less than 16 probes
-    seven), from which value and error bar are made; or about half of what the `estimator`
+    eight), from which value and error bar are made; or about half of what the `estimator`
     holds for a diagonal, since `A A*` gets `k // 2` probes.
 
     **Raises:**
