@@ -117,6 +117,23 @@ def test_bars_and_derivatives(name, scale):
         assert distance < allowed + 4.5 * np.std(samples) / 200**0.5
 
 
+def test_derivatives_have_no_bias_of_first_order():
+    """Six samples of one large eigenvalue: the derivative of the logarithm of their mean
+    is 4% below the mean energy. Over 2000 keys a bias has a spread of 0.3%."""
+    spectrum = np.append(np.linspace(0, 2, N - 1), 6)
+    matrix, weights = hermitian(1, spectrum), np.exp(spectrum)
+
+    @jax.jit
+    def means(matrix, keys):
+        def value(scale, key):
+            return estimate(matrix, scale, key, k=6, num_steps=12).value
+
+        return jax.lax.map(lambda key: jax.grad(value)(1.0, key), keys, batch_size=50)
+
+    found = np.mean(means(matrix, jr.split(jr.key(20261127), 2000)))
+    assert np.abs(found / (np.sum(spectrum * weights) / np.sum(weights)) - 1) < 0.02
+
+
 def exact_samples(matrix, scale):
     """Logarithms of `z* exp(scale A) z` for the first six probes of KEY."""
     probes = eqx.filter_jit(tx.RademacherSampler())(KEY, N, 6)
@@ -241,15 +258,20 @@ def test_agrees_with_the_trace(sampler, window):
 
 
 def test_second_derivatives():
-    """In the scale, of an adaptive budget too; refused in the operator."""
+    """In the scale, of an adaptive budget too; refused in the operator. The first one is
+    that of the logarithm without its bias."""
     matrix = hermitian(0, SPECTRA["flat"])
     value = lambda s, x, k=6: estimate(x, s, k=k).value  # noqa: E731
     both = eqx.filter_jit(jax.value_and_grad(jax.grad(value)))
     scale, step = np.asarray(2.0), 1e-4
     found = both(scale, matrix)
-    low, high = (
-        (value(s, matrix), both(s, matrix)[0]) for s in (scale - step, scale + step)
-    )
+
+    def unbiased(s):
+        solution = estimate(matrix, s, k=6)
+        shares = np.exp(solution.stats["samples"] - solution.value)
+        return solution.value + np.var(shares, ddof=1) / 12
+
+    low, high = ((unbiased(s), both(s, matrix)[0]) for s in (scale - step, scale + step))
     assert np.allclose(found, np.subtract(high, low) / (2 * step), rtol=1e-5)
     adaptive = tx.Adaptive(atol=1e6, max_k=6, round_size=3, min_samples=6)
     assert np.allclose(both(scale, matrix, adaptive), found, rtol=1e-10)

@@ -192,14 +192,18 @@ class _LogTraceExp(AbstractTask):
         value = jax.lax.stop_gradient(moments.mean)
 
         def live():
-            if not isinstance(k, Adaptive):
-                return logsumexp(samples) - jnp.log(len(samples))
-            shape = k.num_rounds, k.round_size
-            indices = jnp.arange(len(samples)).reshape(shape)
-            share = lambda flat, i: jnp.exp(body(flat, i)[0] - value)  # noqa: E731
-            settings = streamed.loop.rounds, value, execution, steps.most
-            total = sum_over_rounds(share, flat, indices, *settings)
-            return value + jnp.log(total / streamed.count)
+            # Of the mean and the mean square of the exponentials over their mean.
+            if isinstance(k, Adaptive):
+                shape = k.num_rounds, k.round_size
+                indices = jnp.arange(len(samples)).reshape(shape)
+                powers = lambda flat, i: _powers(body(flat, i)[0] - value)  # noqa: E731
+                like = jnp.stack([value, value])
+                settings = streamed.loop.rounds, like, execution, steps.most
+                total = sum_over_rounds(powers, flat, indices, *settings)
+            else:
+                total = jnp.sum(jax.vmap(_powers)(samples - value), axis=0)
+            first, second = total / streamed.count
+            return value + _unbiased_log(first, second, streamed.count)
 
         errors, _, residuals = streamed.others
         shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
@@ -255,6 +259,21 @@ def _choose(
         return excess(one.error / 2 - flat.rounding * size, aimed)
 
     return choose_steps(adaptive, krylov, flat, probe, 4, look, execution)
+
+
+def _powers(log: Real[Array, ""]) -> Real[Array, 2]:
+    return jnp.exp(jnp.stack([log, 2 * log]))
+
+
+def _unbiased_log(
+    mean: Real[Array, ""], square: Real[Array, ""], count: Int[Array, ""] | int
+) -> Real[Array, ""]:
+    """The logarithm of a mean of samples, whose mean square is `square`, without its bias
+    of first order: `E log(x) = log(m) - Var(x) / (2 m^2)` for the mean m of x. It is used
+    for derivatives alone. There the bias is a relative one, of up to 6% with 10 samples,
+    and not, as that of the value, much below the error bar."""
+    variance = (square / mean**2 - 1) / jnp.maximum(count - 1, 1)
+    return jnp.log(mean) + variance / 2
 
 
 def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:
@@ -340,7 +359,8 @@ def log_trace_exp(
 
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
-    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders.
+    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders. They
+    are corrected for the bias of a logarithm, and so are not derivatives of `value`.
     Memory: `num_steps` vectors of length n for each probe of a block, or with `window=0`
     and no derivative those of a step; and for a derivative two for each probe.
 

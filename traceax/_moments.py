@@ -1,12 +1,14 @@
 import functools as ft
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
+from ._quantiles import student_quantile, widening
 from ._reduce import pairwise, reduce_together
 
 
@@ -160,15 +162,9 @@ class Moments(eqx.Module):
     def std_err(self, covariance: Real[Array, "*q"] | None = None) -> Real[Array, "*q"]:
         """The standard error of the mean that we report.
 
-        Quadratic forms are skewed, and then `s / sqrt(m)` is small just when the mean is
-        far off: over 10 samples of a rank-one form a 95% interval covers 86%. To first
-        order the interval of Student's t lacks a factor `1 + c skewness^2 / m` (the
-        Edgeworth expansion of Hall, The Bootstrap and Edgeworth Expansion, 1992, section
-        2.6). The sample skewness is itself too small in small samples, and below
-        `sqrt(m)` whatever the samples, so `c` is rounded up, and `(4 / m)^2` is added for
-        what few samples cannot show. A term for `E[s] < sigma` is added too. The factor
-        tends to 1 as m grows. Samples without third moments, as those of an entry of the
-        diagonal, need none of it.
+        It is that of the textbook, widened for few and for skewed samples: see
+        `widening`. Samples without third moments, as those of an entry of the diagonal,
+        need none of it.
 
         **Arguments:**
 
@@ -185,8 +181,45 @@ class Moments(eqx.Module):
             std_err = jnp.hypot(std_err, jnp.sqrt(jnp.maximum(covariance, 0)))
         if self.cubes is None:
             return std_err
-        unseen = (4 / self.count) ** 2
-        return std_err * (1 + 2 * (1 + self.skewness**2 + unseen) / self.count)
+        return std_err * widening(self.skewness, self.count)
+
+
+def sampling_quantiles(
+    confidence: Real[Array, ""], value: PyTree[Array], stats: dict[str, Any]
+) -> PyTree[Real[Array, "..."]]:
+    """How many standard errors a mean of samples is off at most, with the given
+    probability.
+
+    **Arguments:**
+
+    - `confidence`: the probability.
+    - `value`: the mean, of which only the structure counts.
+    - `stats`: what is known of the samples, which all may be missing: `"samples"`,
+        infinite where none were made, or their number `"num_samples"` and, where they are
+        skewed, `"skewness"`, of the structure of `value`.
+
+    **Returns:**
+
+    Real arrays, in the structure of `value`.
+    """
+    # The bar of `DynamicTrace` is not that of a number of samples.
+    count = jnp.asarray(stats.get("num_samples", jnp.inf), confidence.dtype)
+    skewness = stats.get("skewness")
+    if "samples" in stats:
+        made = jnp.isfinite(stats["samples"])
+        count = jnp.sum(made).astype(confidence.dtype)
+        skewness = Moments.of(stats["samples"], made).skewness
+    student = student_quantile(confidence, count - 1)
+    if skewness is None:
+        return jax.tree.map(lambda _: student, value)
+    count = jnp.maximum(count, 1)
+
+    def quantile(skewness):
+        skewness = skewness.astype(confidence.dtype)
+        ratio = widening(skewness, count, confidence) / widening(skewness, count)
+        return student * ratio
+
+    return jax.tree.map(quantile, skewness)
 
 
 def _in_units(x: Real[Array, "..."], unit: Real[Array, "..."]) -> Real[Array, "..."]:
@@ -194,6 +227,87 @@ def _in_units(x: Real[Array, "..."], unit: Real[Array, "..."]) -> Real[Array, ".
     reciprocal, which for a unit near the largest number is below the smallest one."""
     factor = jnp.where(unit > 1, jnp.asarray(0.125, unit.dtype), 8)
     return (factor * x) / (factor * jnp.where(unit > 0, unit, 1))
+
+
+# As many random signs as leave a sample of a quadratic form with another value than the
+# others in all but 1% of cases, whatever the form: the chance of it is 1/4 or more for
+# each of them. (A polynomial of degree d in signs that is not zero differs from zero with
+# a probability of 2^-d.)
+FEW_SIGNS = 16
+
+
+class SignMoments(eqx.Module):
+    """`Moments` of samples that are made from random signs, a few of which may be equal
+    by chance.
+
+    - `samples`: those of the samples.
+    - `size`: the largest size that rounding errors of samples are relative to, if that is
+        not the mean; of the shape of a sample.
+    - `marks`: those of numbers of the size of a sample, which are equal too where the
+        operator is diagonal; only for few samples.
+    - `floor`: the size of rounding errors, of the shape of a sample, beside marks.
+    - `near`: samples that spread less than this share of their marks are nearly equal. 0
+        where samples may well spread much less.
+    """
+
+    samples: Moments
+    size: Real[Array, "*parts_q"] | None
+    marks: Moments | None
+    floor: Real[Array, "*parts_q"] | None
+    near: float = eqx.field(static=True)
+
+    @classmethod
+    def of(
+        cls,
+        samples: Inexact[Array, "m ..."],
+        size: Real[Array, "m ..."] | None,
+        marks: Inexact[Array, "m ..."] | None,
+        valid: Bool[Array, " m"],
+        *,
+        skewed: bool,
+        rounding: float,
+        near: float,
+    ) -> "SignMoments":
+        largest = lambda x: jnp.max(jnp.where(_beside(valid, x), x, 0), axis=0)  # noqa: E731
+        moments, marked, floor = Moments.of(samples, valid, skewed=skewed), None, None
+        if marks is not None:
+            marked = Moments.of(marks, valid, skewed=False)
+            sizes = jnp.abs(samples)
+            floor = rounding * largest(sizes if size is None else sizes + size)
+        return cls(moments, None if size is None else largest(size), marked, floor, near)
+
+    @classmethod
+    def merge(cls, parts: "SignMoments") -> "SignMoments":
+        most = lambda x: jnp.max(x, axis=0)  # noqa: E731
+        size, floor = jax.tree.map(most, (parts.size, parts.floor))
+        marks = None if parts.marks is None else Moments.merge(parts.marks)
+        return cls(Moments.merge(parts.samples), size, marks, floor, parts.near)
+
+    @property
+    def count(self) -> Real[Array, "*parts"]:
+        return self.samples.count
+
+    @property
+    def mean(self) -> Inexact[Array, "*q"]:
+        return self.samples.mean
+
+    @property
+    def skewness(self) -> Real[Array, "*q"] | None:
+        return None if self.samples.cubes is None else self.samples.skewness
+
+    def std_err(self) -> Real[Array, "*q"]:
+        """That of the samples. Where few of them are equal, or nearly so, and their marks
+        are not, it is three times that of the marks: the samples have not shown yet how
+        far they spread. The factor makes 95% intervals cover row norms and traces of
+        blocks of up to seven equal entries."""
+        std_err = self.samples.std_err()
+        if self.marks is None or self.floor is None:
+            return std_err
+        spread = self.marks.independent_std_err
+        equal = jnp.maximum(self.floor, self.near * spread) if self.near else self.floor
+        tied = self.samples.independent_std_err <= equal
+        chance = tied & (spread > self.floor) & (self.count < FEW_SIGNS)
+        return jnp.where(chance, jnp.maximum(std_err, 3 * spread), std_err)
 
 
 class LogMoments(eqx.Module):

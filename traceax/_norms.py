@@ -62,7 +62,8 @@ def frobenius_norm(
     A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are samples
     of the square of the norm. Where a square over- or underflows its dtype, the call
     fails and the value is infinite or NaN. Derivatives are those of the estimate; those
-    of the square are unbiased. Memory: one block of probes, or that of the `estimator`.
+    of the square are unbiased, and those of the root but for up to `0.2 / k`. Memory: one
+    block of probes, or that of the `estimator`.
 
     **Raises:**
 
@@ -115,11 +116,12 @@ def row_norms(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
     operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
-    are those of the estimate; those of the squares are unbiased. Where the estimate of
-    a square is negative, the row is 0, its `std_err` the root of that of the square,
-    and its derivative 0. Memory: one block of probes with its products, and four numbers
-    for each row, from which value and error bar are made; or about half of what the
-    `estimator` holds for a diagonal, since `A A*` gets `k // 2` probes.
+    are those of the estimate; those of the squares are unbiased, and those of the roots
+    but for up to `1 / k`. Where the estimate of a square is negative, the row is 0, its
+    `std_err` the root of that of the square, and its derivative 0. Memory: one block of
+    probes with its products, and four numbers for each row (with less than 16 probes
+    eight), from which value and error bar are made; or about half of what the `estimator`
+    holds for a diagonal, since `A A*` gets `k // 2` probes.
 
     **Raises:**
 

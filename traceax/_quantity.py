@@ -58,8 +58,20 @@ class AbstractQuantity(eqx.Module):
         it adds up terms that may cancel: about their 2-norm."""
         return None
 
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Inexact[Array, "..."] | None:
+        """Numbers of the shape and size of `read`, which are the same for all vectors of
+        signs if the operator is diagonal, and if not, hardly for any two: they tell
+        whether samples that are equal are so by chance."""
+        return None
+
+    def comparable(self, hermitian: bool) -> bool:
+        """Whether samples of an operator, Hermitian or not, spread as `marks` do."""
+        return self.linear and hermitian
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        """An estimate in the form that users see: by default as it is.
+        """An estimate in the form that users see: by default both as `arrange` has them.
 
         **Arguments:**
 
@@ -70,7 +82,11 @@ class AbstractQuantity(eqx.Module):
 
         The pair of value and standard error, two PyTrees of the same structure.
         """
-        return value, std_err
+        return self.arrange(value), self.arrange(std_err)
+
+    def arrange(self, entries: Array) -> PyTree[Array]:
+        """An array of the shape that `read` has, in the structure that users see."""
+        return entries
 
     def of_gram(self) -> "AbstractQuantity | None":
         """Of a quadratic quantity: what it is of `A A*`, in which it is linear."""
@@ -90,6 +106,11 @@ class Trace(AbstractQuantity):
     ) -> Real[Array, ""]:
         return _norm(jnp.abs(left * image))
 
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Inexact[Array, ""]:
+        return self.read(_rotated(left), image)
+
 
 class _Structured(AbstractQuantity):
     """A quantity whose PyTree is that of the operator's vectors."""
@@ -107,8 +128,8 @@ class _Structured(AbstractQuantity):
         sizes = [math.prod(shape) for shape in self.shapes]
         return jnp.split(vector, list(itertools.accumulate(sizes))[:-1])
 
-    def _as_vector(self, flat: Array) -> PyTree[Array]:
-        parts = zip(self._split(flat), self.shapes, strict=True)
+    def arrange(self, entries: Array) -> PyTree[Array]:
+        parts = zip(self._split(entries), self.shapes, strict=True)
         return tree_unflatten(self.treedef, [x.reshape(shape) for x, shape in parts])
 
 
@@ -121,9 +142,6 @@ class Diagonal(_Structured):
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return left.conj() * image
 
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return self._as_vector(value), self._as_vector(std_err)
-
 
 class RowNorms(_Structured):
     """`|e_i* A|` for each row i, from squares, with the structure of a vector."""
@@ -133,9 +151,16 @@ class RowNorms(_Structured):
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return _noticed((image * image.conj()).real, image != 0)
 
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Inexact[Array, " n"]:
+        return left.conj() * image * jnp.abs(image)
+
+    def comparable(self, hermitian: bool) -> bool:
+        return True
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        root, std_err = _root(value, std_err)
-        return self._as_vector(root), self._as_vector(std_err)
+        return super().present(*_root(value, std_err))
 
     def of_gram(self) -> AbstractQuantity:
         return _RootsOfDiagonal(treedef=self.treedef, shapes=self.shapes)
@@ -160,9 +185,13 @@ class LeafTraces(_Structured):
     ) -> Real[Array, " p"]:
         return jnp.stack([_norm(x) for x in self._split(jnp.abs(left * image))])
 
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        parts = list(value), list(std_err)
-        return tuple(tree_unflatten(self.treedef, leaves) for leaves in parts)
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Inexact[Array, " p"]:
+        return self.read(_rotated(left), image)
+
+    def arrange(self, entries: Array) -> PyTree[Array]:
+        return tree_unflatten(self.treedef, list(entries))
 
 
 class FrobeniusNorm(AbstractQuantity):
@@ -173,6 +202,11 @@ class FrobeniusNorm(AbstractQuantity):
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         square = jnp.vdot(image, image, precision="highest").real
         return _noticed(square, jnp.any(image != 0))
+
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Real[Array, ""]:
+        return jnp.abs(Trace().marks(left, image)) ** 2
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err)
@@ -208,6 +242,13 @@ class FrobeniusProducts(AbstractQuantity):
         # Terms that underflow are lost, each of them below the smallest normal number.
         lost = image.size * limits.tiny / limits.eps
         return jnp.where(largest[:, None] * largest > 0, jnp.maximum(size, lost), 0)
+
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
+    ) -> Inexact[Array, "p p"]:
+        images = image.reshape(self.count, -1)
+        marks = jax.vmap(Trace().marks, in_axes=(None, 0))(left, images)
+        return marks.conj()[:, None] * marks
 
 
 class SchattenNorm(AbstractQuantity):
@@ -259,6 +300,15 @@ def _norm(sizes: Real[Array, " n"]) -> Real[Array, ""]:
     """An upper bound of the 2-norm, tight for vectors with entries of one size. Unlike a
     sum of squares it does not overflow or underflow before the entries do."""
     return jnp.sqrt(jnp.sum(sizes)) * jnp.sqrt(jnp.max(sizes, initial=0))
+
+
+def _rotated(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    """A vector whose entry i is turned by i^2 golden sections of a circle, so that few
+    angles are near each other."""
+    index = jax.lax.iota(jnp.uint32, vector.size)
+    turns = index * index * jnp.uint32(0x9E3779B9)
+    angle = turns.astype(vector.real.dtype) * (2 * math.pi / 2**32)
+    return vector * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
 
 def _noticed(square: Array, nonzero: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from ._quantiles import student_quantile
+from ._moments import sampling_quantiles
 from ._results import RESULTS
 
 
@@ -33,6 +33,7 @@ class Estimate(eqx.Module):
     - `extra`: further entries for `Solution.stats`.
     - `state`: of the loop, if there is one.
     - `num_samples`: how many samples there are, needed where `samples` is None.
+    - `skewness`: theirs, of the shape of `value`, if `samples` is None; None if 0.
     - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
         derivative of `value` is made; the mean of their outer products is the identity.
     - `bounds`: bounds of what `value` would be without quadrature error and rounding,
@@ -54,6 +55,7 @@ class Estimate(eqx.Module):
     extra: dict[str, Array] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
+    skewness: Real[Array, "*q"] | None = None
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
     bounds: Real[Array, "2 2 *q"] | None = None
     proven_bounds: Real[Array, "2 2 *q"] | None = None
@@ -100,7 +102,8 @@ class Solution(eqx.Module):
         operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is
         `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
         the logarithm of the mean of their exponentials. Where `value` is not a scalar,
-        there is their number m instead, `"num_samples"`. `"std.err"` is the standard
+        there is their number m instead, `"num_samples"`, and where they are skewed
+        `"skewness"`, of the structure of `value`. `"std.err"` is the standard
         error again, under the name that traceax 1.0 gave it. Functions of operators (but
         for log-determinants that are known from the structure) have `"bounds"`, shape
         `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of what `value`
@@ -127,14 +130,15 @@ class Solution(eqx.Module):
         of rounding.
 
         The sampling error is the standard error times a quantile of Student's t for the
-        number of samples. For functions of operators, log-determinants and Schatten
-        norms it is added at both ends of `stats["bounds"]`, each with its own standard
-        error. The quadrature error in these is an estimate, which measurements support
-        for intervals of up to 95%. For more confidence, or with `proven=True`,
-        `stats["proven_bounds"]` take their place, in which no error is estimated where
-        bounds are known. They may be far apart, and one of them is infinite where the
-        function is infinite at zero and the operator cannot be told from a singular one.
-        Look at `result` first: where a call failed, the interval means nothing.
+        number of samples, above 95% widened for the skewness of the samples. For
+        functions of operators, log-determinants and Schatten norms it is added at both
+        ends of `stats["bounds"]`, each with its own standard error. The quadrature error
+        in these is an estimate, which measurements support for intervals of up to 95%.
+        For more confidence, or with `proven=True`, `stats["proven_bounds"]` take their
+        place, in which no error is estimated where bounds are known. They may be far
+        apart, and one of them is infinite where the function is infinite at zero and the
+        operator cannot be told from a singular one. Look at `result` first: where a call
+        failed, the interval means nothing.
 
         !!! Example
 
@@ -169,7 +173,7 @@ class Solution(eqx.Module):
         between 0 and 1, or an `equinox` run-time error where it is traced. `ValueError`
         for a batch of solutions.
         """
-        names = ("bounds", "proven_bounds", "samples", "num_samples")
+        names = "bounds", "proven_bounds", "samples", "num_samples", "skewness"
         known = {name: self.stats[name] for name in names if name in self.stats}
         dimensions = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
         shapes = {name: jnp.shape(self.stats.get(name, 0)) for name in dimensions}
@@ -230,13 +234,9 @@ def _interval(
     confidence: Array,
     proven: Array,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
-    # The bar of `DynamicTrace` is not that of a number of samples.
-    count = jnp.asarray(known.get("num_samples", jnp.inf))
-    if "samples" in known:
-        count = jnp.sum(jnp.isfinite(known["samples"]))
-    quantile = student_quantile(confidence, count.astype(confidence.dtype) - 1)
+    quantiles = sampling_quantiles(confidence, value, known)
 
-    def end(side, value, std_err, bounds=None):
+    def end(side, value, std_err, quantile, bounds=None):
         beyond = 0
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
@@ -245,7 +245,7 @@ def _interval(
         half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
         return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 
-    leaves = [value, std_err]
+    leaves = [value, std_err, quantiles]
     if "bounds" in known:
         both = known["proven_bounds"], known["bounds"]
         leaves.append(jax.tree.map(ft.partial(jnp.where, proven), *both))

@@ -363,6 +363,9 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
     if samples is None:
         stats["num_samples"] = estimate.num_samples
+        if estimate.skewness is not None:
+            skewness = jax.lax.stop_gradient(estimate.skewness)
+            stats["skewness"] = quantity.arrange(skewness)
     else:
         stats["samples"] = samples
     for name, ends in kinds.items():

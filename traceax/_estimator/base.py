@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._adaptive import Adaptive
 from .._checks import check_instance, check_is_operator
@@ -17,7 +17,7 @@ from .._execution import AbstractExecution, Local
 from .._flat import FlatOperator, flatten
 from .._gradient import attach_derivative
 from .._iterate import stream
-from .._moments import Moments
+from .._moments import FEW_SIGNS, SignMoments
 from .._operator.gram import gram
 from .._quantity import AbstractQuantity, Trace
 from .._sampler import AbstractSampler, draw_for
@@ -239,15 +239,6 @@ def refusal(
     )
 
 
-def _largest(
-    sizes: Real[Array, "m ..."], valid: Bool[Array, " m"] | None = None
-) -> Real[Array, "..."]:
-    """The largest of sizes along their first axis, of those that are `valid`."""
-    if valid is not None:
-        sizes = jnp.where(valid.reshape(-1, *[1] * (sizes.ndim - 1)), sizes, 0)
-    return jnp.max(sizes, axis=0)
-
-
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
     """Whether samples are skewed, as quadratic forms of the probes are, so that error
     bars have to be wider. Entries of a diagonal are not if all entries of the probes have
@@ -319,48 +310,56 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, skewed = flatten(operator), is_skewed(quantity, self.sampler)
+        first = max(k.round_size, k.min_samples) if isinstance(k, Adaptive) else k
+        few = first < FEW_SIGNS and self.sampler.unit_modulus
+        near = 0.2 if quantity.comparable(flat.hermitian) else 0.0
 
         # The backward pass draws a block's probes again instead of storing them all. What
         # is traced is passed, and not closed over, which would look like a leak of it.
         @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
         def of_probe(flat, index, key):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self._read(quantity, flat, probe)
+            return self._read(quantity, flat, probe, few)
 
         def body(flat, index):
             return of_probe(flat, index, key)
 
         def reduce(outs, valid):
-            samples, size = outs
-            moments = Moments.of(samples, valid, skewed=skewed)
-            return moments, jax.tree.map(lambda x: _largest(x, valid), size)
+            samples, (size, marks) = outs
+            settings = {"skewed": skewed, "rounding": flat.rounding, "near": near}
+            return (SignMoments.of(samples, size, marks, valid, **settings),)
 
         def merge(parts):
-            moments, size = parts
-            return Moments.merge(moments), jax.tree.map(_largest, size)
+            return (SignMoments.merge(parts[0]),)
 
         scalar = eqx.filter_eval_shape(body, flat, jnp.zeros((), int))[0].ndim == 0
         streamed = stream(
             body, reduce, merge, flat, k, execution, keep=scalar, quantity=quantity
         )
-        moments, size = streamed.summary
+        (moments,) = streamed.summary
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=flat.rounding,
-            magnitude=0.0 if size is None else size,
+            magnitude=0.0 if moments.size is None else moments.size,
             result=streamed.loop.result,
             extra=streamed.loop.extra,
             state=streamed.loop.state,
             num_samples=streamed.count,
+            skewness=None if scalar else moments.skewness,
         )
 
     def _read(
-        self, quantity: AbstractQuantity, flat: FlatOperator, probe: Inexact[Array, " n"]
-    ) -> tuple[Inexact[Array, "*q"], Real[Array, "*q"] | None]:
-        """A sample, and the size of its terms where these may cancel."""
+        self,
+        quantity: AbstractQuantity,
+        flat: FlatOperator,
+        probe: Inexact[Array, " n"],
+        few: bool,
+    ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None]]:
+        """A sample; the size of its terms where these may cancel; and where samples are
+        few, its marks."""
         products = []
 
         def counted(vector):
@@ -379,7 +378,8 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
             )
         if pair:
             frozen = jax.lax.stop_gradient(sample)
-            return quantity.read(*sample), quantity.size(*frozen)
+            marks = quantity.marks(*frozen) if few else None
+            return quantity.read(*sample), (quantity.size(*frozen), marks)
         if not isinstance(quantity, Trace):
             raise refusal(self, quantity)
-        return sample, None
+        return sample, (None, None)

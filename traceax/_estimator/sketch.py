@@ -221,6 +221,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
             extra=jax.tree.map(lambda x: sketch.scale * x, seen.extra) | loop.extra,
             state=loop.state,
             num_samples=seen.moments.count,
+            skewness=None if seen.moments.cubes is None else seen.moments.skewness,
         )
 
     def _read(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:

@@ -11,7 +11,7 @@ from .._gradient import attach, attach_derivative
 from .._iterate import stream, Streamed
 from .._moments import Moments
 from .._quantity import AbstractQuantity
-from .._results import first_failure, RESULTS
+from .._results import failure, first_failure, RESULTS
 from .._solution import Estimate
 from .convergence import Convergence, SEEN
 from .functions import AbstractSpectralFunction
