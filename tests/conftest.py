@@ -120,6 +120,25 @@ def getkey():
 
 
 @pytest.fixture
+def without_exact_answers(monkeypatch):
+    """Chosen steps that are too few are told, as for operators that are too large for the
+    exact answer. Programs do not depend on what is patched."""
+    from traceax import _diagonal_of_function, _log_trace_exp, _logdet
+    from traceax import _trace_of_function
+    from traceax._matfun import base
+    from traceax._solve import _compiled
+
+    tasks = base.AbstractFunctionTask, _log_trace_exp._LogTraceExp
+    tasks += _trace_of_function._TraceOfFunction, _logdet._LogDet
+    tasks += (_diagonal_of_function._DiagonalOfFunction,)
+    for task in tasks:
+        monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
+    _compiled._cached.clear_cache()
+    yield
+    _compiled._cached.clear_cache()
+
+
+@pytest.fixture
 def as_users_call():
     """Without the run-time checks of annotations, which would come before ours."""
     jaxtyping.config.update("jaxtyping_disable", True)

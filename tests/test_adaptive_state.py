@@ -274,6 +274,7 @@ def test_no_history_unless_asked():
     assert "history" not in trace(OPERATOR, HUTCHINSON, budget(rtol=0.1)).stats
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
     """As many as the first tolerance asked for; products are counted once."""
     matrix = jax.numpy.asarray(FLAT + np.eye(N))
@@ -293,6 +294,7 @@ def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
     assert not succeeded(again)
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_deflation_that_goes_on():
     """Without a block: `test_adaptive_deflation.py`."""
     estimator = tx.KrylovAwareEstimator(block=(2, 4))

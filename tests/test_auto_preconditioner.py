@@ -253,6 +253,7 @@ def test_errors(make, error, message):
         make()
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     """Another tolerance would choose another rank."""
     matrix = decaying(rate=0.9, shift=1.0)

@@ -286,6 +286,7 @@ def over_keys_with_errors(matrix, keys, rank=None, function=tx.Inverse(), **sett
 
 
 @pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.usefixtures("without_exact_answers")
 def test_eigenvalues_that_the_steps_do_not_see(name):
     """Successful calls hold the entries in their intervals, over 20 keys. Steps that were
     chosen and are too few are told; those that are enough are not, and their errors are
@@ -490,6 +491,7 @@ def test_value_and_derivative_are_those_of_as_many_steps():
     assert np.isclose(slope, expected_slope, rtol=1e-10)
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_chosen_steps_reach_a_tolerance_or_tell():
     """A tolerance for which signs are enough; two steps are not."""
     matrix = hermitian(0, np.geomspace(0.3, 2, N))
@@ -574,6 +576,7 @@ def test_entries_far_less_accurate_than_others(size, few, num_steps):
         assert np.all(np.abs(values - exact) < 0.01)
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_tolerance_of_the_largest_entry():
     """One that has not converged is told, by a norm that sees it."""
     largest = lambda tree: jax.tree.reduce(  # noqa: E731

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._logdet import _LogDet
-from traceax._trace_of_function import _TraceOfFunction
 
 from .helpers import hermitian, matrix_free, PSD
 
@@ -104,15 +102,9 @@ def exact_sum(function, spectrum):
         return np.sum(function(spectrum))
 
 
-def without_exact_answers(monkeypatch):
-    """As for large operators."""
-    for task in _TraceOfFunction, _LogDet:
-        monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
-
-
 @every_function
-def test_steps_that_are_left_out(name, monkeypatch):
-    without_exact_answers(monkeypatch)
+@pytest.mark.usefixtures("without_exact_answers")
+def test_steps_that_are_left_out(name):
     function, exact = FUNCTIONS[name]
     settings = {"function": function, "k": 20, "num_steps": tx.AdaptiveSteps(60)}
     for case, spectrum in (EASY | HARD | SINGULAR).items():
@@ -137,15 +129,15 @@ def test_steps_that_are_given(name, num_steps):
         assert np.all(all_found.successful) or case not in EASY, case
 
 
-def test_general_operators(monkeypatch):
+@pytest.mark.usefixtures("without_exact_answers")
+def test_general_operators():
     """Log-determinants by singular values."""
-    without_exact_answers(monkeypatch)
     left, right = (np.linalg.qr(hermitian(seed, POINTS))[0] for seed in (2, 3))
     for case, spectrum in (EASY | HARD | SINGULAR).items():
         matrix, exact = (left * spectrum) @ right, exact_sum(np.log, spectrum)
         given = solved(matrix, tags=(), k=20, num_steps=20)
         assert np.all(given.inside(exact) | ~given.successful), case
-        chosen = solved(matrix, tags=(), k=20, num_steps=tx.AdaptiveSteps(60))
+        chosen = solved(matrix, tags=(), k=20, num_steps=tx.AdaptiveSteps(100))
         near = np.abs(chosen.value - exact) <= 8 * chosen.std_err
         assert np.all(near | ~chosen.successful), case
         assert np.all(chosen.successful) or case not in EASY, case
@@ -165,7 +157,7 @@ def test_exact_answers_take_the_place_of_estimates():
         assert np.all(one.successful)
         assert np.all(one.stats["exact"])
         assert np.allclose(one.value, right, rtol=1e-8, atol=1e-6)
-        assert np.all(one.stats["num_matvecs"] == 21 * 64 + 400)
+        assert np.all(one.stats["num_matvecs"] == 21 * 128 + 400)
     adaptive = tx.Adaptive(rtol=1e-2, max_k=100)
     one = solved(matrix, KEYS[:2], function=tx.Inverse(), k=adaptive)
     assert np.all(one.successful & one.stats["exact"])
@@ -247,7 +239,7 @@ def test_a_pure_state_has_no_entropy(dtype):
     state = np.outer(vector, vector) / np.sum(vector**2)
     all_found = solved(jnp.asarray(state, dtype), function=tx.Entropy(), k=20)
     assert np.all(all_found.successful)
-    assert np.all(np.abs(all_found.value) <= 3 * all_found.std_err)
+    assert np.all(all_found.inside(0))
 
 
 def test_rules_are_exact_for_polynomials():

@@ -199,6 +199,7 @@ def test_steps_chosen_by_the_data():
     assert np.allclose(left_out.value, found.value, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("without_exact_answers")
 def test_tolerance_and_too_few_steps():
     matrix, k = hermitian(0, SPECTRA["flat"]), tx.Adaptive(atol=1.0, max_k=36)
     found = estimate(matrix, 5.0, k=k, num_steps=STEPS)

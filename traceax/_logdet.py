@@ -89,7 +89,8 @@ def _singular_if_zero(estimate: Estimate) -> Estimate:
     zero = jnp.all(estimate.extra["ritz_values"] == 0)
 
     def infinite(x):
-        return jnp.where(zero, -jnp.inf, x)
+        # Added, so that a derivative does not ask for it, which on a mesh is a sum.
+        return x + jnp.where(zero, -jnp.inf, 0).astype(x.dtype)
 
     extra, samples = estimate.extra, estimate.samples
     if "sign" in extra:

@@ -183,10 +183,7 @@ class Solution(eqx.Module):
                 "solution: solution.interval())(solutions)`."
             )
         answer = jax.lax.stop_gradient((self.value, self.std_err, known))
-        confidence = _checked(confidence)
-        if proven is None:
-            proven = confidence > 0.95
-        return _interval(*answer, confidence, jnp.asarray(proven))
+        return _interval(*answer, _checked(confidence), proven)
 
     @property
     def successful(self) -> Bool[Array, "..."]:
@@ -232,9 +229,10 @@ def _interval(
     std_err: PyTree[Array],
     known: dict[str, Any],
     confidence: Array,
-    proven: Array,
+    proven: bool | None,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     quantiles = sampling_quantiles(confidence, value, known)
+    by_proof = confidence > 0.95 if proven is None else jnp.asarray(proven)
 
     def end(side, value, std_err, quantile, bounds=None):
         beyond = 0
@@ -248,6 +246,6 @@ def _interval(
     leaves = [value, std_err, quantiles]
     if "bounds" in known:
         both = known["proven_bounds"], known["bounds"]
-        leaves.append(jax.tree.map(ft.partial(jnp.where, proven), *both))
+        leaves.append(jax.tree.map(ft.partial(jnp.where, by_proof), *both))
     low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
     return low, high

@@ -277,7 +277,7 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
     may_end = size <= limit
     if may_end:
         ended |= solution.result == RESULTS.too_few_steps
-    floor = jnp.zeros(())
+    floor = jax.tree.map(jnp.zeros_like, solution.std_err)
     if isinstance(k, Adaptive):
         pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
         _, floor = quantity.present(*jax.lax.stop_gradient(pair))

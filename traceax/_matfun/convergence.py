@@ -46,30 +46,38 @@ class Convergence(eqx.Module):
         by the same share of what it moved before; at most as far as the bracket. What
         does not shrink by at least a tenth has not settled. `apart` are errors of a part
         of the value that does not depend on the steps."""
-        low, high = self.bracket
         latest, before = self.changes
         ratio = latest / jnp.where(before > 0, before, 1)
         settled = latest < 0.9 * before
         left = 2 * latest * ratio / (1 - jnp.where(settled, ratio, 0))
         left = jnp.where(settled, left, jnp.inf)
-        proven = jnp.stack([value.real - low, high - value.real])
-        return jnp.clip(left + apart, 0, jnp.maximum(proven, 0))
+        return jnp.minimum(left + apart, self.widths(value))
 
-    def hides(self, count: float, error: Real[Array, ""]) -> Bool[Array, ""]:
-        """Whether there may be more than `count` eigenvalues at the lower end of the
-        spectrum that no run has seen, of which one moves the value by so much."""
+    def widths(self, value: Inexact[Array, ""]) -> Real[Array, "2"]:
+        """How far the bracket goes below and above the value."""
+        low, high = self.bracket
+        return jnp.maximum(jnp.stack([value.real - low, high - value.real]), 0)
+
+    def may_be_singular(self, count: float) -> Bool[Array, ""]:
+        """Whether the function is infinite at zero, and there may be more than `count`
+        eigenvalues that cannot be told from it."""
         hidden, change = self.hidden
-        return (hidden > count) & (change > error)
+        return (hidden > count) & (change > jnp.finfo(change.dtype).max / 100)
+
+    def hides(self, value: Inexact[Array, ""], error: Real[Array, ""]) -> Bool[Array, ""]:
+        """Whether one eigenvalue that no run has seen may move the value by more than
+        this, also as far as the bracket knows."""
+        hidden, change = self.hidden
+        moved = jnp.minimum(change, jnp.max(self.widths(value)))
+        return self.may_be_singular(SEEN) | ((hidden > SEEN) & (moved > error))
 
     def proven(self, value: Inexact[Array, ""]) -> Real[Array, "2"]:
-        """The bracket, with an open end where the function is infinite at zero and the
-        operator cannot be told from a singular one."""
-        low, high = self.bracket
-        unknown = jnp.asarray(jnp.finfo(low.dtype).max / 100, low.dtype)
-        is_open = self.hides(SEEN, unknown)
-        downward = value.real - low > high - value.real
-        ends = jnp.where(is_open & downward, -jnp.inf, low)
-        return jnp.stack([ends, jnp.where(is_open & ~downward, jnp.inf, high)])
+        """The bracket, with an open end where the operator cannot be told from a singular
+        one."""
+        below, above = self.widths(value)
+        is_open, (low, high) = self.may_be_singular(SEEN), self.bracket
+        low = jnp.where(is_open & (below > above), -jnp.inf, low)
+        return jnp.stack([low, jnp.where(is_open & (below <= above), jnp.inf, high)])
 
 
 # Of one eigenvalue the mean weight over k random vectors is a chi-squared variable with k

@@ -13,24 +13,27 @@ from .._moments import Moments
 from .._quantity import AbstractQuantity
 from .._results import failure, first_failure, RESULTS
 from .._solution import Estimate
-from .convergence import Convergence, SEEN
+from .convergence import Convergence
 from .functions import AbstractSpectralFunction
 from .gradients import AbstractFunctionGradient
 from .quadratic_form import check_domain, check_precision, QuadraticForm, span
 from .steps import Steps
 
 
-# The places of those among the errors.
-_CONVERGENCE, _ROUNDING, _SPREAD = slice(0, 6), slice(6, 9), 9
+# Of the errors of a form: the ends of its bracket, then those of which only the mean is
+# needed, last the spread if there is one; and its place among those that have moments.
+_MEANS, _SPREAD = slice(2, 9), 2
 
 
 class FormMoments(eqx.Module):
-    """`Moments` of quadratic forms, and of what is known of their errors: `Convergence`,
-    sizes of roundings, magnitudes, what is unresolved, and spreads where there are any.
-    Devices send each other all that is stored, and so the count once."""
+    """`Moments` of quadratic forms, of the ends of their brackets, and of spreads where
+    there are any; and the means of what else is known of their errors: the other numbers
+    of `Convergence`, sizes of roundings, magnitudes, what is unresolved. Devices send
+    each other all that is stored, and so the count once."""
 
     forms: Moments
     uncounted: Moments
+    means: Real[Array, "*parts 7"]
 
     @classmethod
     def of(
@@ -39,14 +42,19 @@ class FormMoments(eqx.Module):
         errors: Real[Array, "m e"],
         valid: Bool[Array, " m"],
     ) -> "FormMoments":
-        return cls(
-            Moments.of(samples, valid), _with_count(Moments.of(errors, valid), None)
-        )
+        forms = Moments.of(samples, valid)
+        ends = jnp.concatenate([errors[:, :2], errors[:, _MEANS.stop :]], axis=1)
+        share = valid / jnp.maximum(forms.count, 1)
+        means = jnp.where(valid[:, None], errors[:, _MEANS], 0)
+        means = jnp.sum(share[:, None].astype(means.dtype) * means, axis=0)
+        return cls(forms, _with_count(Moments.of(ends, valid), None), means)
 
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
-        errors = _with_count(Moments.merge(parts.errors), None)
-        return cls(Moments.merge(parts.forms), errors)
+        forms = Moments.merge(parts.forms)
+        share = parts.count / jnp.maximum(forms.count, 1)
+        means = jnp.sum(share[:, None].astype(parts.means.dtype) * parts.means, axis=0)
+        return cls(forms, _with_count(Moments.merge(parts.errors), None), means)
 
     @property
     def errors(self) -> Moments:
@@ -60,17 +68,13 @@ class FormMoments(eqx.Module):
     def mean(self) -> Inexact[Array, ""]:
         return self.forms.mean
 
-    @property
-    def mean_errors(self) -> Real[Array, " e"]:
-        return self.uncounted.center[0]
-
     def std_err(self) -> Real[Array, ""]:
         return jnp.maximum(self.forms.std_err(), self._least_std_err)
 
     @property
     def _least_std_err(self) -> Real[Array, ""] | float:
         """What follows from the spreads."""
-        if len(self.mean_errors) <= _SPREAD:
+        if self.uncounted.center.shape[-1] <= _SPREAD:
             return 0.0
         errors, count = self.errors, jnp.maximum(self.count, 1)
         deviation = errors.unit[_SPREAD] * jnp.sqrt(errors.squares[0, _SPREAD] / count)
@@ -79,12 +83,13 @@ class FormMoments(eqx.Module):
 
     @property
     def convergence(self) -> Convergence:
-        return Convergence.from_flat(self.mean_errors[_CONVERGENCE])
+        bracket = self.uncounted.center[0, :2]
+        return Convergence.from_flat(jnp.concatenate([bracket, self.means[:4]]))
 
     @property
     def rounding(self) -> Real[Array, "3"]:
         """The size of roundings, the magnitude, and what is unresolved."""
-        return self.mean_errors[_ROUNDING]
+        return self.means[4:]
 
     def bounds(
         self, errors: Real[Array, "2"], common: Real[Array, ""] | float
@@ -197,7 +202,7 @@ def estimate_of_forms(
         missed = jnp.max(errors) > bar
         if isinstance(k, Adaptive):
             missed = excess(mean, ends, 0) > 1
-        missed |= convergence.hides(SEEN, 4 * bar)
+        missed |= convergence.hides(mean, 4 * bar)
         std_err = jnp.hypot(std_err, jnp.max(errors))
     taken, wide = steps.report(missed)
     return Estimate(

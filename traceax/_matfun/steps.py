@@ -217,15 +217,12 @@ def choose_steps_of_form(
 def excess_of_form(
     form: QuadraticForm, excess: Callable[[Array, Array, Array], Real[Array, ""]]
 ) -> Real[Array, ""]:
-    """The `excess` of the bracket of a form, infinite while there may be an eigenvalue
-    that it has not seen, and that matters. What the bracket is estimated to be besides
-    would differ too much from one probe to the next."""
-    convergence, value = Convergence.of(form), form.value.real
+    """The `excess` of the bracket of a form, infinite while the function is infinite at
+    zero and the operator may be singular. What is estimated besides would differ too much
+    from one probe to the next."""
     found = excess(form.value, form.bracket, form.deviation)
-    hidden = convergence.hidden[1]
-    moved = excess(form.value, jnp.stack([value, value + 2 * hidden]), form.deviation)
-    unseen = convergence.hides(SEEN_BY_ONE, jnp.zeros_like(hidden)) & (moved > 4)
-    return jnp.where(unseen, jnp.inf, found)
+    may_be_singular = Convergence.of(form).may_be_singular(SEEN_BY_ONE)
+    return jnp.where(may_be_singular, jnp.inf, found)
 
 
 def choose_steps(
