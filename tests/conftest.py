@@ -123,8 +123,7 @@ def getkey():
 def without_exact_answers(monkeypatch):
     """Chosen steps that are too few are told, as for operators that are too large for the
     exact answer. Programs do not depend on what is patched."""
-    from traceax import _diagonal_of_function, _log_trace_exp, _logdet
-    from traceax import _trace_of_function
+    from traceax import _diagonal_of_function, _log_trace_exp, _logdet, _trace_of_function
     from traceax._matfun import base
     from traceax._solve import _compiled
 
