@@ -281,10 +281,13 @@ def test_a_preconditioner_restores_precision():
     assert helped.result == tx.RESULTS.successful
     assert np.abs(helped.value - reference(matrix, LOG)) < 4 * helped.std_err
     assert helped.std_err < plain.std_err / 3
-    # Of this the rest is nearly the identity, and what is left is rounding.
-    plain, helped = logdets(low_rank(4e6).astype(np.float32))
+    # Of this the rest is nearly the identity, and what is left is rounding, which is in
+    # the bar or flagged.
+    matrix = low_rank(4e6).astype(np.float32)
+    plain, helped = logdets(matrix)
     assert plain.result != tx.RESULTS.successful
-    assert helped.result == LOST
+    covered = np.abs(helped.value - reference(matrix, LOG)) < 4 * helped.std_err
+    assert helped.result == LOST or (covered and helped.std_err > 0.2)
 
 
 def test_general_operators():

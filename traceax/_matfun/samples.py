@@ -96,15 +96,19 @@ class FormMoments(eqx.Module):
     ) -> Real[Array, "2 2"]:
         """Bounds of the mean of the forms with these quadrature errors, each with its
         standard error, and with an error `common` to all."""
-        ends = self.mean.real - errors[0], self.mean.real + errors[1]
-        std_err = jnp.hypot(self.std_err(), common)
-        return self._bounds(jnp.stack(ends), jnp.stack([std_err, std_err]))
+        ends = jnp.stack([self.mean.real - errors[0], self.mean.real + errors[1]])
+        as_wide = errors >= self.convergence.widths(self.mean)
+        std_errs = jnp.where(as_wide, self._std_errs_of_brackets, self.std_err())
+        return self._bounds(ends, jnp.hypot(std_errs, common))
 
     def proven_bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
         """The same, as far as brackets prove it."""
-        std_errs = jnp.maximum(self.errors.std_err()[:2], self._least_std_err)
         ends = self.convergence.proven(self.mean)
-        return self._bounds(ends, jnp.hypot(std_errs, common))
+        return self._bounds(ends, jnp.hypot(self._std_errs_of_brackets, common))
+
+    @property
+    def _std_errs_of_brackets(self) -> Real[Array, "2"]:
+        return jnp.maximum(self.errors.std_err()[:2], self._least_std_err)
 
     def _bounds(
         self, ends: Real[Array, "2"], std_errs: Real[Array, "2"]
