@@ -170,7 +170,7 @@ def logdet(
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default: so many that
         the quadrature error is small beside the sampling error or the tolerance, found
-        by one run more.
+        by one run more; at most 128.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
@@ -183,8 +183,13 @@ def logdet(
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`. `std_err` is the sampling error alone.
-    `stats` has, beside the entries described there,
+    A [`traceax.Solution`][] with a real `value`. Where `num_steps` is a number,
+    `std_err` is the sampling error alone, and [`traceax.Solution.interval`][] counts the
+    quadrature error too; where steps are chosen, so does `std_err`. `stats` has, beside
+    the entries described there,
+
+    - `"exact"`: whether the exact answer took the place of the estimate, from n products
+        more, because the steps that were chosen were too few and n is at most 4096.
 
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
         operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
@@ -213,8 +218,9 @@ def logdet(
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
         missing; `preconditioner` or `estimator` does not fit the operator.
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
-        positive definite; it is singular, or too ill conditioned for its precision; a
-        product was not finite; a tolerance was not reached.
+        positive definite; it is singular, or too ill conditioned for its precision; as
+        many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
+        for the exact answer; a product was not finite; a tolerance was not reached.
     """
     check_is_operator(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

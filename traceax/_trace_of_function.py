@@ -116,9 +116,12 @@ def trace_of_function(
 
     A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
     operator without a tag; at most `k * num_steps` products, and with
-    [`traceax.AdaptiveSteps`][] a run or two more. `std_err` is the sampling error,
-    with what rounding changes where the function is steep, but not the quadrature error.
-    `stats` has the entries of the estimator, among them those of the quadrature error.
+    [`traceax.AdaptiveSteps`][] a run or two more, and n products more where the exact
+    answer had to take the place of the estimate (`stats["exact"]`). `std_err` is the
+    sampling error, with what rounding changes where the function is steep. Where
+    `num_steps` is a number it does not count the quadrature error, which is in
+    [`traceax.Solution.interval`][]; where steps are chosen it does. `stats` has the
+    entries of the estimator, among them those of the quadrature error.
     Memory is that of the estimator, by default `num_steps` vectors of length n for each
     probe of a block.
 
@@ -133,7 +136,8 @@ def trace_of_function(
         missing; `gradient` does not fit the function, or `estimator` the operator.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding errors are a large part of the reported error;
-        a product was not finite; a tolerance was not reached.
+        as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
+        large for the exact answer; a product was not finite; a tolerance was not reached.
     """
     check_is_operator(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

@@ -55,8 +55,10 @@ class AdaptiveSteps(eqx.Module):
         By default 128 (64 for [`traceax.KrylovAwareEstimator`][], which keeps many
         vectors for each step), or for more than two million rows as many as vectors of
         that length take $2^{28}$ numbers, but at least 64.
-        If the bracket is still too wide for the tolerance of an adaptive budget after so
-        many, the call ends as `RESULTS.too_few_steps`.
+        If these leave a quadrature error above the error bar or the tolerance, or cannot
+        tell the operator from a singular one where that matters, the exact answer takes
+        the place of the estimate for n of at most 4096 (1024 for functions of operators
+        without a tag). Larger ones end as `RESULTS.too_few_steps`.
     - `share`: the fraction of the target that the quadrature error may be, a real
         number. Derivatives need more steps than the value: choose it smaller for them.
     """
