@@ -26,11 +26,15 @@ HALF, BRAIN = jnp.float16, jnp.bfloat16
 BATCH = 4  # matrices in a program
 
 
+SPECTRA = "even", "geometric", "levels", "step", "outlier", "cluster", "laplacian"
+SPECTRA += ("penalty",)
+
+
 class Recipe(NamedTuple):
-    """A matrix: eigenvalues from 1 down to `10**-decay`, zero beyond a share `rank` of
-    them; `10**skew` times a random strictly upper triangle on top of that; rows and
-    columns that are zero; all of it times a power of 10, by `scale` times the largest
-    that the dtype allows for."""
+    """A matrix: eigenvalues from 1 down to `10**-decay`, or of a Laplacian or a penalty
+    plus that number, zero beyond a share `rank` of them; `10**skew` times a random
+    strictly upper triangle on top of that; rows and columns that are zero; all of it
+    times a power of 10, by `scale` times the largest that the dtype allows for."""
 
     spectrum: str
     decay: int
@@ -53,6 +57,8 @@ class Recipe(NamedTuple):
             "step": np.where(part < 0.3, 1.0, smallest),
             "outlier": np.where(part == 0, 1.0, smallest),
             "cluster": np.abs(1 + smallest * generator.standard_normal(n)),
+            "laplacian": np.cos(np.pi / 2 * part) ** 2 + smallest,
+            "penalty": np.cos(np.pi / 2 * part) ** 4 + smallest,
         }[self.spectrum]
         signs = {
             "positive": 1,
@@ -92,9 +98,7 @@ class Recipe(NamedTuple):
 
 RECIPES = st.builds(
     Recipe,
-    spectrum=st.sampled_from(
-        ["even", "geometric", "levels", "step", "outlier", "cluster"]
-    ),
+    spectrum=st.sampled_from(SPECTRA),
     decay=st.integers(0, 16),
     rank=st.one_of(st.just(1.0), st.integers(0, 16).map(lambda i: i / 16)),
     signs=st.sampled_from(["positive", "random", "cancelling"]),
@@ -209,21 +213,30 @@ class Quantity(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All that a compiled program depends on."""
+    """All that a compiled program depends on. Without `num_steps` they are chosen."""
 
     quantity: str
     dtype: Any = np.float32
     n: int = 64
     k: int | tx.Adaptive = 40
-    num_steps: int = 8
+    num_steps: int | None = 8
     structure: str = "vector"
     execution: tx.AbstractExecution = tx.Local()
+
+    @property
+    def most(self):
+        """The products that it may make: where steps are chosen, by one or two runs, and
+        the exact answer after them."""
+        quantity = QUANTITIES[self.quantity]
+        if self.num_steps is not None or not quantity.krylov:
+            return quantity.most(self.k, self.num_steps)
+        return quantity.most(self.k + 2, min(self.n, 128)) + self.n
 
     def solve(self, matrix, key, make=None, **settings):
         quantity = QUANTITIES[self.quantity]
         tags = {"psd": PSD, "hermitian": tx.hermitian_tag, "general": ()}[quantity.kind]
         usual = {"k": self.k, "key": key, "throw": False, "execution": self.execution}
-        if quantity.krylov:
+        if quantity.krylov and self.num_steps is not None:
             usual["num_steps"] = self.num_steps
         operator = (make or STRUCTURES[self.structure])(matrix, tags)
         return quantity.solve(operator, matrix, usual | settings)
@@ -433,6 +446,16 @@ QUANTITIES = {
         lambda matrix: np.trace(matrix @ matrix @ matrix),
         **GENERAL,
     ),
+    "inverse-general": Quantity(
+        by(tx.trace_of_function, tx.Inverse()),
+        lambda matrix: np.trace(np.linalg.pinv(matrix, 0)),
+        **GENERAL,
+    ),
+    "diagonal-of-inverse": Quantity(
+        by(tx.diagonal_of_function, tx.Inverse(), tx.HutchinsonEstimator()),
+        lambda matrix: np.diag(dense_function(lambda x: 1 / x, matrix)),
+        **DEFINITE | {"samples": 30, "most": lambda k, num_steps: (k + 1) * num_steps},
+    ),
     "diagonal-of-exp": Quantity(
         by(tx.diagonal_of_function, tx.Exp(-1.0)),
         lambda matrix: np.diag(dense_function(lambda x: np.exp(-x), matrix)),
@@ -467,7 +490,7 @@ LINEAR = {
 }
 LINEAR |= {"leaf-traces", "divergence", "laplacian"}
 LINEAR |= {name for name in QUANTITIES if name.startswith("diagonal")}
-LINEAR -= {"diagonal-of-exp"}
+LINEAR -= {"diagonal-of-exp", "diagonal-of-inverse"}
 
 # Adaptive runs of these end where one without interruption ends; others plan for `max_k`.
 PLANNING = {"hutchpp", "nystrompp", "diagonal-diagpp", "exp-krylov-aware", "laplacian"}
@@ -493,6 +516,7 @@ SHORT = {
         Call("logdet", k=20),
         Call("logdet-general", k=20),
         Call("entropy", jnp.float64, k=20),
+        Call("inverse", jnp.float64, k=20, num_steps=None),
         Call("exp", k=20),
         Call("log-trace-exp", k=20),
         Call("log-prob", jnp.float64, k=20),
@@ -518,7 +542,7 @@ def calls(draw, name):
         dtype=one_of(*dtypes),
         n=one_of(64, 100, 33, 64, 100, 5, 1),
         k=one_of(40, 30, 20, 60, 95, 6, 100),
-        num_steps=one_of(8, 3, 20, 100),
+        num_steps=one_of(8, 3, 20, 100, None, None),
         structure=one_of(*quantity.structures),
         execution=one_of(*blocks, *([] if name == "laplacian" else meshes)),
     )
@@ -529,7 +553,8 @@ def calls(draw, name):
 
 class Answers(NamedTuple):
     """Of several calls, stacked; PyTrees as flat vectors. `low` and `high` are the ends
-    of an interval of eight standard errors."""
+    of an interval of eight standard errors, about the value where the steps were chosen,
+    and elsewhere about what is proven of it."""
 
     value: Any
     std_err: Any
@@ -538,19 +563,25 @@ class Answers(NamedTuple):
     samples: Any
     products: Any
     result: Any
+    exact: Any
     solve: Any
 
 
-def answer(solution):
+def answer(call, solution):
     value, std_err = flattened(solution.value), flattened(solution.std_err)
     stats, unit = solution.stats, 1 + 1j if jnp.iscomplexobj(value) else 1
     below = above = 8 * std_err
-    if "bounds" in stats:
-        end = lambda *at: flattened(jax.tree.map(lambda x: x[at], stats["bounds"]))  # noqa: E731
+    exact = jnp.asarray(stats.get("exact", call.k >= call.n))
+    if "proven_bounds" in stats:
+        ends = stats["proven_bounds"]
+        end = lambda *at: flattened(jax.tree.map(lambda x: x[at], ends))  # noqa: E731
         # Those of functions without a bracket are estimates, good to a factor of two.
         factor = 1 if "bracket" in stats else 2
-        below = factor * jnp.maximum(value.real - end(0, 0), 0) + 8 * end(0, 1)
-        above = factor * jnp.maximum(end(1, 0) - value.real, 0) + 8 * end(1, 1)
+        proven = exact | (call.num_steps is not None)
+        to_low = factor * jnp.maximum(value.real - end(0, 0), 0) + 8 * end(0, 1)
+        to_high = factor * jnp.maximum(end(1, 0) - value.real, 0) + 8 * end(1, 1)
+        below = jnp.where(proven, to_low, below)
+        above = jnp.where(proven, to_high, above)
     count = stats.get("num_samples", 1)
     if "samples" in stats:
         count = jnp.sum(jnp.isfinite(stats["samples"]))
@@ -562,12 +593,13 @@ def answer(solution):
         jnp.asarray(count),
         jnp.asarray(stats["num_matvecs"]),
         solution.result,
+        exact,
         stats.get("solve"),
     )
 
 
 def solve(call, matrix, key, make=None, **settings):
-    found = answer(call.solve(matrix, key, make, **settings))
+    found = answer(call, call.solve(matrix, key, make, **settings))
     return found._replace(result=found.result == tx.RESULTS.successful)
 
 

@@ -376,7 +376,7 @@ def test_adaptive_budget_of_an_ill_conditioned_operator():
 
     def run(matrix, key):
         budget = tx.Adaptive(rtol=0.3, max_k=64)
-        steps = tx.AdaptiveSteps()
+        steps = tx.AdaptiveSteps(64)
         found = trace_of(matrix, tx.Inverse(), key, k=budget, num_steps=steps)
         return found.value, found.result == tx.RESULTS.successful
 

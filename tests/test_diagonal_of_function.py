@@ -275,7 +275,7 @@ def over_keys_with_errors(matrix, keys, rank=None, function=tx.Inverse(), **sett
         made = {"key": jr.key(5), "shift": 1e-3}
         operator = matrix_free(matrix, PSD)
         settings["preconditioner"] = tx.nystrom_preconditioner(operator, rank, **made)
-    settings = {"k": 10, "num_steps": tx.AdaptiveSteps()} | settings
+    settings = {"k": 10, "num_steps": tx.AdaptiveSteps(64)} | settings
 
     def one(key):
         found = diagonal(matrix, function, key, estimator=HUTCHINSON, **settings)

@@ -137,7 +137,7 @@ def test_general_operators():
         matrix, exact = (left * spectrum) @ right, exact_sum(np.log, spectrum)
         given = solved(matrix, tags=(), k=20, num_steps=20)
         assert np.all(given.inside(exact) | ~given.successful), case
-        chosen = solved(matrix, tags=(), k=20, num_steps=tx.AdaptiveSteps(100))
+        chosen = solved(matrix, tags=(), k=10, num_steps=tx.AdaptiveSteps(100))
         near = np.abs(chosen.value - exact) <= 8 * chosen.std_err
         assert np.all(near | ~chosen.successful), case
         assert np.all(chosen.successful) or case not in EASY, case
@@ -215,22 +215,22 @@ def test_large_operators_are_flagged():
         assert run(function).result == RESULTS.too_few_steps
 
 
-@pytest.mark.parametrize(
-    ("n", "largest"), [(200, 1e8), (200, 3e8), (200, 1e9), (300, 3e8)]
-)
-@pytest.mark.parametrize("num_steps", [10, 20, 40])
-def test_eigenvalues_below_the_noise(n, largest, num_steps):
+@pytest.mark.parametrize(("n", "condition"), [(200, [1e8, 3e8, 1e9]), (300, [3e8])])
+def test_eigenvalues_below_the_noise(n, condition):
     """Most eigenvalues are 1 and less than roundoff of the largest one."""
-    spectrum = np.append(np.geomspace(1, largest, 60), np.ones(n - 60))
-    matrix = hermitian(0, spectrum, np.float32)
-    for function, exact in FUNCTIONS.values():
-        settings = {"function": function, "k": 10, "num_steps": num_steps}
-        all_found = solved(matrix, **settings)
-        right = exact_sum(exact, spectrum)
-        assert np.all(all_found.inside(right) | ~all_found.successful)
-    left_out = solved(matrix, function=tx.Log(), k=10)
-    near = np.abs(left_out.value - exact_sum(np.log, spectrum)) <= 8 * left_out.std_err
-    assert np.all(near | ~left_out.successful)
+    runs = [(name, 20) for name in FUNCTIONS] + [("log", 10), ("log", 40)]
+    for largest in condition:
+        spectrum = np.append(np.geomspace(1, largest, 60), np.ones(n - 60))
+        matrix = hermitian(0, spectrum, np.float32)
+        for name, num_steps in runs:
+            function, exact = FUNCTIONS[name]
+            settings = {"function": function, "k": 10, "num_steps": num_steps}
+            all_found = solved(matrix, **settings)
+            right = exact_sum(exact, spectrum)
+            assert np.all(all_found.inside(right) | ~all_found.successful), name
+        left_out, right = solved(matrix, k=10), exact_sum(np.log, spectrum)
+        near = np.abs(left_out.value - right) <= 8 * left_out.std_err
+        assert np.all(near | ~left_out.successful)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32, np.complex128])
