@@ -124,8 +124,8 @@ def without_exact_answers(monkeypatch):
     """Chosen steps that are too few are told, as for operators that are too large for the
     exact answer. Programs do not depend on what is patched."""
     from traceax import _diagonal_of_function, _log_trace_exp, _logdet, _trace_of_function
+    from traceax._call import _compiled
     from traceax._matfun import base
-    from traceax._solve import _compiled
 
     tasks = base.AbstractFunctionTask, _log_trace_exp._LogTraceExp
     tasks += _trace_of_function._TraceOfFunction, _logdet._LogDet

@@ -152,6 +152,27 @@ def test_a_semidefinite_tag_of_what_is_not_symmetric(k):
     assert "leave out the tag" in causes
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+@pytest.mark.usefixtures("without_exact_answers")
+def test_a_symmetric_operator_without_its_tag(dtype):
+    """Where the call fails it is told, for operators that are as good as symmetric."""
+    matrix = hermitian(0, np.geomspace(1e-4, 1, 60), dtype)
+    skew = np.triu(np.ones_like(matrix), 1) / 100
+    tag = "traceax.hermitian_tag" if dtype == np.complex128 else "lineax.symmetric_tag"
+
+    def fails(matrix):
+        operator = matrix_free(matrix, ())
+        settings = {"k": 5, "num_steps": tx.AdaptiveSteps(6), "key": jr.key(0)}
+        with pytest.raises(Exception, match="too few") as failure:
+            tx.trace_of_function(operator, tx.Inverse(), **settings)
+        return " ".join(str(failure.value).split())
+
+    told = fails(matrix)
+    assert "it looks Hermitian" in told
+    assert tag in told
+    assert "looks Hermitian" not in fails(matrix + skew)
+
+
 def test_second_derivatives_of_an_exact_answer():
     def log_det(scale):
         operator = lx.MatrixLinearOperator(scale * jnp.asarray(SPD), PSD)

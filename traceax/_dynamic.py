@@ -9,6 +9,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 
+from ._call import call
 from ._checks import check_instance, check_is_operator, check_key, check_positive
 from ._estimator.hutchinson import HutchinsonEstimator
 from ._execution import AbstractExecution, full_precision, Local
@@ -17,7 +18,6 @@ from ._kernel.dense import normalise
 from ._results import failure, RESULTS
 from ._sampler import AbstractSampler, draw_for, needed, RademacherSampler
 from ._solution import Solution
-from ._solve import call
 from ._trace import trace
 
 

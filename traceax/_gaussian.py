@@ -12,6 +12,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from ._adaptive import Adaptive
+from ._call import call
 from ._checks import check_is_operator, check_key, check_positive
 from ._execution import AbstractExecution, Local
 from ._flat import (
@@ -35,7 +36,6 @@ from ._matfun.slq import SLQEstimator
 from ._matfun.steps import AdaptiveSteps, check_steps
 from ._results import failure, first_failure, RESULTS
 from ._solution import Solution
-from ._solve import call
 
 
 class _Bordered(eqx.Module):

@@ -148,12 +148,12 @@ def schatten_norm(
     products with the operator and as many with its transpose, and with
     [`traceax.AdaptiveSteps`][] one run more. Memory: `2 num_steps` vectors for each probe
     of a block. `std_err` is the sampling error, with what rounding changes of small
-    singular values, and where steps are chosen the quadrature error; for `p < 1`, where the norm is a high power of the sum of powers,
-    half of the increase of the norm when that sum is raised by two of its standard
-    errors. Its interval is then wider above the value than below. `stats` has `"samples"`
-    of the sum of powers; where `p < 4` and not 2, `"bracket"` and `"sample_brackets"` of
-    the same sum, which bound the quadrature error; and `"ritz_values"`, the smallest and
-    the largest singular value seen.
+    singular values, and where steps are chosen the quadrature error; for `p < 1`, where
+    the norm is a high power of the sum of powers, half of the increase of the norm when
+    that sum is raised by two of its standard errors. Its interval is then wider above
+    the value than below. `stats` has `"samples"` of the sum of powers; where `p < 4` and
+    not 2, `"bracket"` and `"sample_brackets"` of the same sum, which bound the quadrature
+    error; and `"ritz_values"`, the smallest and the largest singular value seen.
 
     Derivatives in the operator's arrays are of first order only. For the sum of powers
     they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$.

@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+import functools as ft
+from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -14,80 +14,18 @@ import lineax as lx
 import numpy as np
 import wadler_lindig as wl
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Real, Shaped
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Real, Shaped
 
 from ._adaptive import Adaptive, first_budget, largest_budget
+from ._call import call
 from ._callback import raising_for_callbacks
-from ._checks import check_flag, check_instance, check_key, check_positive
+from ._checks import check_key, check_positive
 from ._execution import AbstractExecution
-from ._flat import FlatFunction, standard_promotion
+from ._flat import FlatFunction
 from ._quantity import AbstractQuantity
 from ._results import failure, first_failure, RESULTS
 from ._solution import Estimate, Solution
-
-
-class _Answer(Protocol):
-    """What a public call returns. `estimated` are its fields that become NaN where the
-    call failed and nothing can be raised."""
-
-    estimated: ClassVar[tuple[str, ...]]
-
-    @property
-    def result(self) -> Any: ...
-
-
-_AnswerT = TypeVar("_AnswerT", bound=_Answer)
-
-
-def call(
-    fn: Callable[..., _AnswerT],
-    *args: PyTree,
-    name: str,
-    execution: AbstractExecution,
-    throw: bool,
-) -> _AnswerT:
-    """`fn(*args)`, compiled, in the contexts that all our code is traced in; raises if it
-    failed and `throw` says so. `fn` must be the same object at each call."""
-    check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
-    check_flag("throw", throw)
-    try:
-        answer, failed = _compiled(fn, args, name, execution)
-    except OverflowError as error:
-        raise ValueError(
-            "Operators of more than 2^31 - 1 rows need integers of 64 bits: "
-            "`jax.config.update('jax_enable_x64', True)`. Arrays in float32 stay in it. "
-            f"JAX says: {error}"
-        ) from error
-    return _raise_if(failed, answer, execution) if throw else answer
-
-
-@eqx.filter_jit
-def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
-    with jax.named_scope(name), standard_promotion(), execution.factorising():
-        answer = fn(*args)
-    return answer, answer.result != RESULTS.successful
-
-
-def _raise_if(
-    failed: Bool[Array, ""], answer: _AnswerT, execution: AbstractExecution
-) -> _AnswerT:
-    fields = lambda x: [getattr(x, name) for name in x.estimated]  # noqa: E731
-    values = fields(answer)
-    if isinstance(failed, Tracer):
-        if execution.can_raise:
-            values = answer.result.error_if(values, failed)
-        else:
-            values = jax.tree.map(lambda x: jnp.where(failed, jnp.nan, x), values)
-    elif jax.device_get(failed):
-        details = answer.details if isinstance(answer, Solution) else ""
-        message = f"{RESULTS[answer.result]}\n\n{details}".strip()
-        # On one device: an error on one of several would leave the others waiting for it.
-        # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
-        zero = eqx.error_if(jnp.zeros(()), jnp.ones((), bool), message)
-        values = jax.tree.map(lambda x: x + zero.astype(x.dtype), values)
-    else:
-        return answer
-    return eqx.tree_at(fields, answer, values)
+from ._symmetry import hint_for
 
 
 class AbstractTask(eqx.Module):
@@ -159,6 +97,7 @@ def solve(
             "1."
         )
     settings = {"name": estimator.name, "execution": execution, "throw": throw}
+    settings["hint"] = ft.partial(hint_for, operator)
     with raising_for_callbacks(k) as k:
         return call(_solve, estimator, operator, k, key, execution, **settings)
 

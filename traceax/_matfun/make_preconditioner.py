@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
+from .._call import call
 from .._checks import check_is_operator, check_key, check_positive, real_scalar
 from .._execution import AbstractExecution, full_precision, Local
 from .._flat import FlatOperator, flatten
@@ -13,7 +14,6 @@ from .._kernel.nystrom import nystrom, orthonormalise
 from .._operator.diagonal import diagonal_cost
 from .._results import failure, RESULTS
 from .._sampler import draw_for, NormalSampler
-from .._solve import call
 from .preconditioner import Preconditioner
 
 

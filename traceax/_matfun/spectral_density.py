@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, PRNGKeyArray, Real, Scalar
 
 from .._adaptive import Adaptive
+from .._call import call
 from .._checks import (
     check_hermitian,
     check_instance,
@@ -27,7 +28,6 @@ from .._kernel.quadrature import ritz
 from .._moments import Moments
 from .._results import failure, RESULTS
 from .._sampler import AbstractSampler, draw_for, RademacherSampler
-from .._solve import call
 
 
 class SpectralDensity(eqx.Module):
