@@ -40,13 +40,16 @@ def exact_diagonal_of_function(
     # f has a steep part of less than the size of E, by what that moves its values.
     eps = jnp.finfo(nodes.dtype).eps
     error = eps * jnp.max(jnp.abs(nodes))
-    moved = jnp.abs(jnp.stack(moved_by(error, function, nodes, values, operator.eps)))
+    moved = moved_by(error, function, nodes, values, operator.eps)
+    moved = jnp.abs(jnp.stack([*moved, error * slopes]))
     moved = jnp.max(jnp.where(jnp.isfinite(moved), moved, 0), axis=0)
     squares = jnp.abs(vectors) ** 2
-    relative, largest = normalise(jnp.maximum(error * jnp.abs(slopes), moved))
+    relative, largest = normalise(moved)
     change = largest * jnp.sqrt(_mean(squares, relative**2))
     change = change + eps * _mean(squares, jnp.abs(values))
-    size = _mean(squares, jnp.abs(values) + jnp.abs(nodes * slopes))
+    change_of_all = jnp.abs(nodes * slopes)
+    change_of_all = jnp.where(jnp.isfinite(change_of_all), change_of_all, 0)
+    size = _mean(squares, jnp.abs(values) + change_of_all)
     lost = two_norm(change) > 0.02 * two_norm(size)
     zero, real = jnp.zeros_like(change), jax.lax.stop_gradient(value.real)
     return Estimate(
