@@ -196,6 +196,16 @@ def test_a_penalty_that_is_singular():
     assert not np.any(left_out.successful)
 
 
+def test_a_penalty_and_a_preconditioner_of_its_shift():
+    """For some keys the exact answer is taken here too."""
+    spectrum = eigenvalues_of_penalty(2, 400) + 1e-6
+    made = tx.AutoPreconditioner(1e-6)
+    one = solved(hermitian(0, spectrum), KEYS[:2], k=20, preconditioner=made)
+    error = np.abs(one.value - np.sum(np.log(spectrum)))
+    assert np.all((error < 8 * one.std_err + 1e-6) & one.successful)
+    assert np.any(one.stats["exact"])
+
+
 def test_large_operators_are_flagged():
     """Second differences, of condition 1e6: more than 64 steps are needed."""
     n = 20_000
