@@ -190,17 +190,17 @@ def test_derivatives_of_exact_answers():
 
 def test_a_penalty_that_is_singular():
     spectrum = eigenvalues_of_penalty(2, 400)
-    given = solved(hermitian(0, spectrum), KEYS[:4], k=30, num_steps=64)
+    given = solved(hermitian(0, spectrum), k=30, num_steps=64)
     assert np.all(given.inside(-np.inf))
-    left_out = solved(hermitian(0, spectrum), KEYS[:4], k=30)
+    left_out = solved(hermitian(0, spectrum), k=30)
     assert not np.any(left_out.successful)
 
 
 def test_a_penalty_and_a_preconditioner_of_its_shift():
-    """For some keys the exact answer is taken here too."""
+    """For some keys the exact answer is taken here too, for others the bar is wide."""
     spectrum = eigenvalues_of_penalty(2, 400) + 1e-6
     made = tx.AutoPreconditioner(1e-6)
-    one = solved(hermitian(0, spectrum), KEYS[:2], k=20, preconditioner=made)
+    one = solved(hermitian(0, spectrum), k=20, preconditioner=made)
     error = np.abs(one.value - np.sum(np.log(spectrum)))
     assert np.all((error < 8 * one.std_err + 1e-6) & one.successful)
     assert np.any(one.stats["exact"])

@@ -170,7 +170,7 @@ def logdet(
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default: so many that
         the quadrature error is small beside the sampling error or the tolerance, found
-        by one run more; at most 128.
+        by one run more.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
@@ -188,9 +188,8 @@ def logdet(
     quadrature error too; where steps are chosen, so does `std_err`. `stats` has, beside
     the entries described there,
 
-    - `"exact"`: whether the exact answer took the place of the estimate, from n products
-        more, because the steps that were chosen were too few and n is at most 4096.
-
+    - `"exact"`, where steps are chosen: whether the answer is the exact one, by `k >= n`,
+        or from n products more because the steps were too few and n is at most 4096.
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
         operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
         the sign, or in complex arithmetic the phase. Absent for other estimates.

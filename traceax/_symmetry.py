@@ -2,8 +2,8 @@
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, Bool
 
 from ._flat import flatten, is_complex, is_hermitian, standard_promotion
@@ -16,8 +16,7 @@ def looks_hermitian(operator: lx.AbstractLinearOperator) -> Bool[Array, ""]:
     vectors; two products."""
     with standard_promotion():
         flat = flatten(operator)
-        draw = np.random.default_rng(0).standard_normal
-        u, v = (jnp.asarray(draw(flat.size), flat.dtype) for _ in range(2))
+        u, v = jr.normal(jr.key(0), (2, flat.size), flat.dtype)
         both = flat.mv(u), flat.mv(v)
         difference = jnp.abs(jnp.vdot(u, both[1]) - jnp.vdot(v, both[0]).conj())
         size = jnp.linalg.norm(u) * jnp.linalg.norm(jnp.stack(both))
