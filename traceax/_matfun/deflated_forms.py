@@ -15,7 +15,7 @@ from .deflation import Deflation
 from .functions import AbstractSpectralFunction
 from .lanczos import Lanczos
 from .quadratic_form import QuadraticForm
-from .rules import finite, likely_end, lower_end
+from .rules import likely_end, lower_end
 from .steps import AdaptiveSteps, choose_steps, excess_of_form, Steps
 
 
@@ -105,12 +105,11 @@ class DeflatedForms(eqx.Module):
             spread=one.deviation * variance**0.5,
         )
 
-    def _hidden(self, one: QuadraticForm) -> Real[Array, "2"] | None:
+    def _hidden(self, one: QuadraticForm) -> Real[Array, "3"] | None:
         """That of the form, whose lower end, from the deflated space, is no known one."""
         if one.hidden is None or not self.function.singular_at_zero:
             return one.hidden
-        unknown = jnp.full_like(one.hidden, jnp.inf)
-        return one.hidden.at[1].set(finite(unknown, 1.0)[1])
+        return one.hidden.at[2].set(1)
 
     def choose_steps(
         self,

@@ -152,7 +152,7 @@ class GolubKahan(AbstractKrylovMethod):
         if function.bracketed:
             least, smallest = jnp.maximum(lower, floor), unit_of * nodes[-1]
             change = change_below(function, smallest, unit_of * lower, unit_of * floor)
-            hidden = hidden_at(squared, square, least**2, change)
+            hidden = hidden_at(squared, square, least**2, *change)
             end = jnp.sqrt(seen_above(squared, square, lower**2, least**2))
             index = jnp.arange(len(s))
             border = jnp.where(index == run.last, above[-1], 0)

@@ -152,7 +152,7 @@ class Lanczos(AbstractKrylovMethod):
         if function.bracketed:
             least = jnp.maximum(lower, floor)
             change = change_below(function, nodes[0], lower, floor)
-            hidden = hidden_at(compression, square, least, change)
+            hidden = hidden_at(compression, square, least, *change)
             lower = seen_above(compression, square, lower, least)
         # All further rules together, which compiles faster; but not with the first one,
         # so that a call of which only the value is used does without.

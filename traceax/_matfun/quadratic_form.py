@@ -34,9 +34,10 @@ class QuadraticForm(eqx.Module):
     - `changes`: shape `(2,)`, how far the value moved over the second half of the steps,
         and over the second quarter, from which the rest is extrapolated; `None` where
         the bracket is an estimate already.
-    - `hidden`: shape `(2,)`, how many eigenvalues at the lower end of the spectrum the
-        run may have overlooked, and by how much one of them changes the trace, which may
-        be the largest finite number; `None` where this is not known.
+    - `hidden`: shape `(3,)`, how many eigenvalues at the lower end of the spectrum the
+        run may have overlooked, by how much one of them changes the trace, and 1 if the
+        function is infinite at zero and that end cannot be told from it, else 0; `None`
+        where this is not known.
     - `magnitude`: the size of what `value` is made of, to which rounding is relative.
     - `rounding`: how far `value` moves where the entries of the run that products give
         twice are taken the other time, which only rounding tells apart; of its dtype.
@@ -61,7 +62,7 @@ class QuadraticForm(eqx.Module):
     extremes: Real[Array, "*r 2"]
     unresolved: Real[Array, ""] | float = 0.0
     changes: Real[Array, "2"] | None = None
-    hidden: Real[Array, "2"] | None = None
+    hidden: Real[Array, "3"] | None = None
     spread: Real[Array, ""] | None = None
 
 

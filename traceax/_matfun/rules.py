@@ -80,27 +80,25 @@ def hidden_at(
     square: Real[Array, ""],
     least: Real[Array, ""],
     change: Real[Array, ""],
-) -> Real[Array, "2"]:
+    is_infinite: Bool[Array, ""],
+) -> Real[Array, "3"]:
     """`QuadraticForm.hidden` for eigenvalues at `least`."""
     count = square * largest_weight(compression, least)
     count = jnp.where(two_norm(compression.coupling) > 0, count, 0)
-    return jnp.stack([count, finite(change, 1.0)])
+    return jnp.stack([count, finite(change, 1.0), is_infinite.astype(count.dtype)])
 
 
 def change_below(
     function: AbstractSpectralFunction,
     smallest: Real[Array, ""],
     lower: Real[Array, ""],
-    floor: Real[Array, ""] | float,
-) -> Real[Array, ""]:
+    floor: Real[Array, ""],
+) -> tuple[Real[Array, ""], Bool[Array, ""]]:
     """How far the value of a function at the `smallest` node is from that at the `lower`
-    end of the spectrum: infinitely far where it is infinite at zero, and that end cannot
-    be told from zero, which is up to the `floor`."""
+    end of the spectrum; and whether the function is infinite at zero, from which an end
+    up to the `floor` cannot be told."""
     ends = function(jnp.stack([lower, jnp.maximum(smallest, jnp.maximum(lower, floor))]))
-    change = jnp.abs(ends[0] - ends[1])
-    if function.singular_at_zero:
-        change = jnp.where(lower <= floor, jnp.inf, change)
-    return change
+    return jnp.abs(ends[0] - ends[1]), function.singular_at_zero & (lower <= floor)
 
 
 def changes_of(

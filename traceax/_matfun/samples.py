@@ -22,7 +22,7 @@ from .steps import Steps
 
 # Of the errors of a form: the ends of its bracket, then those of which only the mean is
 # needed, last the spread if there is one; and its place among those that have moments.
-_MEANS, _SPREAD = slice(2, 9), 2
+_MEANS, _SPREAD = slice(2, 10), 2
 
 
 class FormMoments(eqx.Module):
@@ -33,7 +33,7 @@ class FormMoments(eqx.Module):
 
     forms: Moments
     uncounted: Moments
-    means: Real[Array, "*parts 7"]
+    means: Real[Array, "*parts 8"]
 
     @classmethod
     def of(
@@ -84,12 +84,12 @@ class FormMoments(eqx.Module):
     @property
     def convergence(self) -> Convergence:
         bracket = self.uncounted.center[0, :2]
-        return Convergence.from_flat(jnp.concatenate([bracket, self.means[:4]]))
+        return Convergence.from_flat(jnp.concatenate([bracket, self.means[:5]]))
 
     @property
     def rounding(self) -> Real[Array, "3"]:
         """The size of roundings, the magnitude, and what is unresolved."""
-        return self.means[4:]
+        return self.means[5:]
 
     def bounds(
         self, errors: Real[Array, "2"], common: Real[Array, ""] | float
