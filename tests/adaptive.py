@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import traceax as tx
-from traceax._quantiles import student_quantile
+from traceax._core.quantiles import student_quantile
 
 from .helpers import hermitian, matrix_free, PSD
 

@@ -41,26 +41,34 @@ hypothesis.settings.load_profile("short")
 # Shapes and dtypes in annotations are checked at run time, except where users' mistakes
 # arrive: those modules have messages of their own, which are tested.
 _CHECKED = (
-    "_estimator",
-    "_exact",
-    "_execution",
-    "_gradient",
-    "_kernel",
-    "_matfun.base",
-    "_matfun.all_eigenvalues",
-    "_matfun.deflated_forms",
-    "_matfun.krylov_aware",
-    "_matfun.quadratic_form",
-    "_matfun.rules",
-    "_matfun.slq",
-    "_matfun.structured",
-    "_moments",
-    "_quantity",
-    "_operator",
-    "_sampler",
-    "_sharded",
-    "_solution",
-    "_flat",
+    "_core.flat",
+    "_core.moments",
+    "_core.quantity",
+    "_core.sampler",
+    "_core.solution",
+    "_estimators",
+    "_functions.all_eigenvalues",
+    "_functions.base",
+    "_functions.deflated_forms",
+    "_functions.krylov_aware",
+    "_functions.slq",
+    "_krylov.arnoldi_recurrence",
+    "_krylov.golub_kahan_recurrence",
+    "_krylov.lanczos_recurrence",
+    "_numerics",
+    "_operators.curvature",
+    "_operators.data_gram",
+    "_operators.determinant",
+    "_operators.diagonal",
+    "_operators.gram",
+    "_operators.stacked",
+    "_quadrature.quadratic_form",
+    "_quadrature.rules",
+    "_quadrature.tridiagonal",
+    "_run.exact",
+    "_run.execution",
+    "_run.gradient",
+    "_run.sharded",
 )
 jaxtyping.install_import_hook(
     [f"traceax.{name}" for name in _CHECKED], "beartype.beartype"
@@ -123,13 +131,15 @@ def getkey():
 def without_exact_answers(monkeypatch):
     """Chosen steps that are too few are told, as for operators that are too large for the
     exact answer. Programs do not depend on what is patched."""
-    from traceax import _diagonal_of_function, _log_trace_exp, _logdet, _trace_of_function
-    from traceax._call import _compiled
-    from traceax._matfun import base
+    from traceax._api.diagonal_of_function import _DiagonalOfFunction
+    from traceax._api.log_trace_exp import _LogTraceExp
+    from traceax._api.logdet import _LogDet
+    from traceax._api.trace_of_function import _TraceOfFunction
+    from traceax._functions.base import AbstractFunctionTask
+    from traceax._run.call import _compiled
 
-    tasks = base.AbstractFunctionTask, _log_trace_exp._LogTraceExp
-    tasks += _trace_of_function._TraceOfFunction, _logdet._LogDet
-    tasks += (_diagonal_of_function._DiagonalOfFunction,)
+    tasks = AbstractFunctionTask, _DiagonalOfFunction, _LogTraceExp, _LogDet
+    tasks += (_TraceOfFunction,)
     for task in tasks:
         monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
     _compiled._cached.clear_cache()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._kernel.lanczos import (
+from traceax._functions.deflation import Deflation
+from traceax._krylov.lanczos_recurrence import (
     block_lanczos_advance,
     block_lanczos_run,
     block_lanczos_start,
 )
-from traceax._matfun.deflation import Deflation
 
 from .helpers import hermitian, matrix_free, PSD, z_score
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._flat import flatten
-from traceax._matfun.convergence import Convergence, SEEN_BY_ONE
-from traceax._matfun.singular_functions import SingularLog
-from traceax._sampler import draw_for
+from traceax._core.flat import flatten
+from traceax._core.sampler import draw_for
+from traceax._quadrature.convergence import Convergence, SEEN_BY_ONE
+from traceax._quadrature.singular_functions import SingularLog
 
 from .helpers import hermitian
 

@@ -15,8 +15,8 @@ import scipy.linalg
 from scipy.linalg import block_diag
 
 import traceax as tx
-from traceax._kernel.arnoldi import arnoldi_advance, arnoldi_run, arnoldi_start
-from traceax._matfun.callables import as_spectral_function
+from traceax._krylov.arnoldi_recurrence import arnoldi_advance, arnoldi_run, arnoldi_start
+from traceax._quadrature.callables import as_spectral_function
 from traceax.internal import flatten
 
 from .helpers import hermitian, matrix_free, z_score

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from traceax._flat import standard_promotion
-from traceax._kernel import dense
-from traceax._kernel.dense import eigh, factorising, qr, svd, thin_svd
+from traceax._core.arithmetic import standard_promotion
+from traceax._numerics import dense
+from traceax._numerics.dense import eigh, factorising, qr, svd, thin_svd
 
 
 DTYPES = [np.float64, np.float32, np.complex64]

@@ -1,5 +1,5 @@
-"""Each kind of wrong input to the functions of `traceax._logdet`, `_trace_of_function`
-and `_matfun` gives an exception that names argument, value and fix."""
+"""Each kind of wrong input to log-determinants and other functions of operators gives an
+exception that names argument, value and fix."""
 
 from functools import partial
 

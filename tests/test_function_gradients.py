@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._kernel.frechet import divided_differences, few_pairs
+from traceax._numerics.frechet import divided_differences, few_pairs
 
 from .helpers import hermitian, matrix_free, z_score
 from .programs.common import PSD

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._flat import flatten
-from traceax._kernel.quadrature import Compression, tridiagonal
-from traceax._matfun.function_of import Action
+from traceax._core.flat import flatten
+from traceax._functions.function_of import Action
+from traceax._quadrature.tridiagonal import Compression, tridiagonal
 
 from .helpers import hermitian, matrix_free
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from traceax._kernel import growth
+from traceax._numerics import growth
 
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.complex128])

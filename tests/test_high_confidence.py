@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._moments import Moments, sampling_quantiles
+from traceax._core.moments import Moments, sampling_quantiles
 
 from .helpers import hermitian, matrix_free, PSD
 

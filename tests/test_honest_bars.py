@@ -16,9 +16,9 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._kernel.dense import thin_svd
-from traceax._kernel.leave_one_out import leave_one_out
-from traceax._moments import Moments
+from traceax._core.moments import Moments
+from traceax._numerics.dense import thin_svd
+from traceax._numerics.leave_one_out import leave_one_out
 
 from .helpers import diagonals_of_matrices, hermitian, PSD, rms, traces_of_matrix
 

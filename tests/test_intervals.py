@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._quantiles import student_quantile
+from traceax._core.quantiles import student_quantile
 
 from .helpers import hermitian, matrix_free, PSD
 

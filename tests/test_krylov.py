@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from traceax._kernel.dense import eigh, svd
-from traceax._kernel.golub_kahan import (
+from traceax._krylov.golub_kahan_recurrence import (
     golub_kahan_advance,
     golub_kahan_run,
     golub_kahan_start,
 )
-from traceax._kernel.gram_schmidt import put_row
-from traceax._kernel.lanczos import block_lanczos, lanczos
-from traceax._kernel.quadrature import Compression, radau, radau_factor, ritz
+from traceax._krylov.lanczos_recurrence import block_lanczos, lanczos
+from traceax._numerics.dense import eigh, svd
+from traceax._numerics.gram_schmidt import put_row
+from traceax._quadrature.tridiagonal import Compression, radau, radau_factor, ritz
 
 from .helpers import hermitian
 

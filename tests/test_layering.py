@@ -1,54 +1,37 @@
-"""The arrows of the architecture: a module imports only from lower levels."""
+"""The rooms of the package: what the architecture page says of them is true."""
 
 import ast
-from fnmatch import fnmatch
+import re
 from pathlib import Path
 
 import pytest
 
 
-PACKAGE = Path(__file__).parent.parent / "traceax"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "traceax"
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# From low to high; modules of one line do not import each other. Of the patterns that
-# fit a module, the first line counts. `x.__init__` are there to hold a docstring.
-LEVELS = [
-    "_quantiles _reduce _linearity _results",
-    "_moments",
-    "_solution _flat _devices _threefry *.__init__",
-    "_checks _quantity _storage _symmetry _kernel.dense",
-    "_adaptive _kernel.gram_schmidt",
-    "_kernel.lanczos _kernel.small_matrix _kernel.growth _kernel.leave_one_out",
-    "_sampler _kernel.expansion _kernel.[!tx]* _operator.* _matfun.functions",
-    "_execution _callback _kernel.* _matfun.callables _matfun.singular_functions",
-    "_call _gradient _sharded _iterate _matfun.rules",
-    "_exact _matfun.quadratic_form _matfun.gradients",
-    "_solve _matfun.all_eigenvalues _matfun.deflation _matfun.krylov _matfun.function_of",
-    "_matfun.arnoldi _matfun.lanczos _matfun.golub_kahan _matfun.convergence",
-    "_matfun.steps",
-    "_estimator.base _matfun.base _matfun.preconditioner _matfun.samples",
-    "_estimator.sketch _matfun.deflated_forms",
-    "_estimator.growing",
-    "_estimator.xnystrace _estimator.xdiag _estimator.h* _estimator.exact",
-    "_estimator.[!a]* _matfun.[!a]*",
-    "_estimator.auto* _matfun.auto* plot",
-    "_measure _operator_report",
-    "_trace _trace_[!_]* _log_trace_exp _logdet _diagonal* _norms _schatten",
-    "_check_operator _dynamic _divergence _laplacian _gaussian internal",
-    "__init__",
-]
+PAGE = (ROOT / "docs/devdocs/architecture.md").read_text()
+# The table of the page: a layer's name, and its rooms.
+LAYERS = {
+    layer: re.findall(r"`(\w+)/`", rooms)
+    for layer, rooms in re.findall(r"^\| \d (\w[\w ]+) \| (.*?) \|", PAGE, re.MULTILINE)
+}
+TOP = ["__init__", "internal", "plot"]
 FACTORISATIONS = {"qr", "cholesky", "eigh", "svd", "inv", "solve", "solve_triangular"}
 FACTORISATIONS |= {"eig", "eigvals", "eigvalsh", "expm", "schur"}
 every_module = pytest.mark.parametrize("module", FILES)
 
 
 def level(module):
-    fits = (any(fnmatch(module, x) for x in line.split()) for line in LEVELS)
-    found = next((i for i, fit in enumerate(fits) if fit), None)
-    assert found is not None, f"`{module}` has no place in LEVELS"
-    return found
+    if module in TOP:
+        return len(LAYERS)
+    room = module.split(".")[0]
+    levels = [i for i, rooms in enumerate(LAYERS.values()) if room in rooms]
+    assert levels, f"the page has no room for `{module}`"
+    return levels[0]
 
 
 def nodes(module, *kinds):
@@ -56,8 +39,8 @@ def nodes(module, *kinds):
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
-@every_module
-def test_imports_point_down(module):
+def imports(module):
+    """The modules of the package that a module imports, with the lines."""
     for node in nodes(module, ast.ImportFrom):
         if node.level:
             folder = module.split(".")[: -node.level]
@@ -65,7 +48,35 @@ def test_imports_point_down(module):
             for name in names:
                 imported = ".".join([*folder, name])
                 assert imported in FILES, f"line {node.lineno}: `{name}` is no module"
-                assert level(imported) < level(module), f"line {node.lineno}: {imported}"
+                yield imported, node.lineno
+
+
+def test_the_page_names_each_room_once():
+    rooms = [room for rooms in LAYERS.values() for room in rooms]
+    folders = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    assert sorted(rooms) == folders
+    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == TOP
+
+
+@every_module
+def test_imports_point_down(module):
+    room = module.split(".")[0]
+    for imported, line in imports(module):
+        if imported.split(".")[0] != room and module not in TOP:
+            assert level(imported) < level(module), f"line {line}: {imported}"
+
+
+@pytest.mark.parametrize("room", [room for rooms in LAYERS.values() for room in rooms])
+def test_modules_of_a_room_import_each_other_in_one_direction(room):
+    inside = {
+        module: {name for name, _ in imports(module) if name.startswith(f"{room}.")}
+        for module in FILES
+        if module.startswith(f"{room}.")
+    }
+    while inside:
+        first = {module for module, lower in inside.items() if not lower & inside.keys()}
+        assert first, f"these import each other in a circle: {sorted(inside)}"
+        inside = {name: lower for name, lower in inside.items() if name not in first}
 
 
 @every_module
@@ -90,7 +101,7 @@ def test_sizes(module):
 def test_factorisations_go_through_the_door(module):
     for node in nodes(module, ast.Attribute):
         inside = node.attr in FACTORISATIONS
-        assert not inside or module == "_kernel.dense", f"`{ast.unparse(node)}`"
+        assert not inside or module == "_numerics.dense", f"`{ast.unparse(node)}`"
     for node in nodes(module, ast.ImportFrom):
         names = {alias.name for alias in node.names} & FACTORISATIONS
         assert node.level or not names, f"`{ast.unparse(node)}`"

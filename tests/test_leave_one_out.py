@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._kernel.dense import thin_svd, thin_svd_gram
-from traceax._kernel.leave_one_out import (
+from traceax._core.moments import Moments
+from traceax._numerics.dense import thin_svd, thin_svd_gram
+from traceax._numerics.leave_one_out import (
     change_without,
     jackknife,
     leave_one_out,
     Pairs,
     sample_covariance,
 )
-from traceax._moments import Moments
 
 from .helpers import hermitian, z_score
 

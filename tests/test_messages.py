@@ -16,7 +16,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.linalg import aslinearoperator
 
 import traceax as tx
-import traceax._sharded
+import traceax._run.sharded
 
 from .helpers import hermitian, matrix_free, PSD
 
@@ -399,7 +399,7 @@ def test_a_mesh_is_pickled_by_the_numbers_of_its_devices(monkeypatch):
     found = pickle.loads(stored)
     assert found == execution
     assert hash(found) == hash(execution)
-    monkeypatch.setattr(traceax._sharded, "devices", lambda: jax.devices()[:3])
+    monkeypatch.setattr(traceax._run.sharded, "devices", lambda: jax.devices()[:3])
     message = message_of(lambda: pickle.loads(stored), ValueError)
     assert "('cpu', 3)" in message
     assert "traceax.probe_mesh()" in message

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from traceax._reduce import reduce_together
+from traceax._core.reductions import reduce_together
 
 
 def both(x):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax import _threefry
+from traceax._core import threefry as _threefry
 
 
 REAL = [tx.RademacherSampler, tx.NormalSampler, tx.SphereSampler]

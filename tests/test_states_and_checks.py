@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._execution import Local
-from traceax._flat import flatten
-from traceax._iterate import fold
-from traceax._solve import _hash
+from traceax._core.flat import flatten
+from traceax._run.execution import Local
+from traceax._run.loop import fold
+from traceax._run.solve import _hash
 
 from .helpers import hermitian, matrix_free, PSD
 

@@ -89,7 +89,7 @@ PROGRAM = """
 import sys
 import jax, jax.numpy as jnp, jax.random as jr, lineax as lx, numpy as np
 import traceax as tx
-from traceax._kernel import dense
+from traceax._numerics import dense
 
 x = jr.normal(jr.key(0), (16, 20, 20))
 both = jax.jit(jax.vmap(lambda x: (dense.qr(x), dense.qr(x + 1), dense.eigh(x + x.T))))

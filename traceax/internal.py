@@ -3,29 +3,11 @@
 They may change between minor releases.
 """
 
-from ._estimator.growing import by_round as by_round
-from ._execution import full_precision as full_precision
-from ._flat import FlatOperator as FlatOperator, flatten as flatten
-from ._gradient import (
-    AbstractFrame as AbstractFrame,
-    attach as attach,
-    attach_derivative as attach_derivative,
-    FirstOrderFrame as FirstOrderFrame,
-    Frame as Frame,
-    SolvedFrame as SolvedFrame,
-)
-from ._kernel.dense import eigh as eigh, qr as qr, svd as svd, thin_svd as thin_svd
-from ._kernel.expansion import (
-    AbstractExpansion as AbstractExpansion,
-    AbstractLeaveOneOut as AbstractLeaveOneOut,
-    Independent as Independent,
-    OneSided as OneSided,
-)
-from ._kernel.lanczos import block_lanczos as block_lanczos, lanczos as lanczos
-from ._matfun.quadratic_form import QuadraticForm as QuadraticForm
-from ._measure import measure as measure
-from ._moments import Moments as Moments
-from ._quantity import (
+from ._api.measure import measure as measure
+from ._core.arithmetic import full_precision as full_precision
+from ._core.flat import FlatOperator as FlatOperator, flatten as flatten
+from ._core.moments import Moments as Moments
+from ._core.quantity import (
     AbstractQuantity as AbstractQuantity,
     Diagonal as Diagonal,
     FrobeniusNorm as FrobeniusNorm,
@@ -34,6 +16,24 @@ from ._quantity import (
     RowNorms as RowNorms,
     Trace as Trace,
 )
-from ._results import failure as failure
-from ._sampler import draw_for as draw_for
-from ._solution import Estimate as Estimate
+from ._core.results import failure as failure
+from ._core.sampler import draw_for as draw_for
+from ._core.solution import Estimate as Estimate
+from ._estimators.growing import by_round as by_round
+from ._krylov.lanczos_recurrence import block_lanczos as block_lanczos, lanczos as lanczos
+from ._numerics.dense import eigh as eigh, qr as qr, svd as svd, thin_svd as thin_svd
+from ._numerics.expansion import (
+    AbstractExpansion as AbstractExpansion,
+    AbstractLeaveOneOut as AbstractLeaveOneOut,
+    Independent as Independent,
+    OneSided as OneSided,
+)
+from ._quadrature.quadratic_form import QuadraticForm as QuadraticForm
+from ._run.gradient import (
+    AbstractFrame as AbstractFrame,
+    attach as attach,
+    attach_derivative as attach_derivative,
+    FirstOrderFrame as FirstOrderFrame,
+    Frame as Frame,
+    SolvedFrame as SolvedFrame,
+)

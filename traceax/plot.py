@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Scalar
 
-from ._matfun.spectral_density import SpectralDensity
-from ._solution import Solution
+from ._api.spectral_density import SpectralDensity
+from ._core.solution import Solution
 
 
 Axes: TypeAlias = Any  # `matplotlib.axes.Axes`

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import traceax as tx
-from traceax._kernel import dense
+from traceax._numerics import dense
 
 
 jax.config.update("jax_enable_x64", True)

@@ -1,0 +1,1 @@
+"""The public calls, one to a file."""

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import PRNGKeyArray
+
+from .._core.arithmetic import standard_promotion
+from .._core.checks import check_is_operator, check_key
+from .._core.flat import (
+    dtypes,
+    flatten,
+    from_flat,
+    hermitian_tag,
+    is_complex,
+    is_hermitian,
+    to_flat,
+)
+from .._core.sampler import needed
+from .._estimators.auto import select_trace_estimator
+from .._operators.diagonal import diagonal_cost
+from .operator_report import Notes, OperatorReport
+from .spectral_density import spectral_density
+
+
+# Relative deviations of products up to this, or up to this many machine epsilons, are
+# taken for their errors, such as those of an inner solve.
+_TOLERANCE, _EPSILONS = 1e-3, 8
+# Above this many machine epsilons they are said to be more than rounding.
+_ROUNDING = 1000
+_STEPS = 16
+
+
+def check_operator(
+    operator: lx.AbstractLinearOperator, *, key: PRNGKeyArray | None
+) -> OperatorReport:
+    """Find out, from about 25 products, what an operator is: whether it is linear,
+    deterministic, the same under `jax.vmap`, of the shape and dtype that it says, and
+    Hermitian and semidefinite as its tags say; and which tag and estimator fit.
+
+    For an operator that is new, or an answer that looks wrong. Random vectors prove
+    nothing, least of all that an operator is semidefinite.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.diag(jnp.linspace(1.0, 3.0, 300)) + 0.01
+        operator = lx.FunctionLinearOperator(
+            lambda v: matrix @ v, jax.ShapeDtypeStruct((300,), matrix.dtype)
+        )
+        report = tx.check_operator(operator, key=jax.random.key(0))
+        print(report)
+        print(report.estimator.name)  # XNysTraceEstimator
+        ```
+
+    **Arguments:**
+
+    - `operator`: any `lineax.AbstractLinearOperator`, whose arrays have values.
+    - `key`: a JAX PRNG key, for random vectors.
+
+    **Returns:**
+
+    A [`traceax.OperatorReport`][]. Whatever is wrong with the operator is reported and
+    not raised. Memory is about 20 vectors.
+
+    **Raises:**
+
+    - `TypeError`: `operator` is not an operator, or its arrays are traced; `key` is not a
+        key.
+    - `ValueError`: `key` is missing.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        check_is_operator(operator)
+    check_key(key)
+    key = needed(key)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((operator, key))):
+        raise TypeError(
+            "`operator` must have arrays with values. Found traced ones. Call "
+            "`traceax.check_operator` outside of `jax.jit` and other transformations."
+        )
+    notes = Notes()
+    with standard_promotion():
+        _examine(operator, key, notes)
+    structure, name = operator.in_structure(), type(operator).__name__
+    kinds = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(structure)})
+    size = f"vectors of {operator.in_size()} numbers ({', '.join(kinds)})"
+    return notes.report(f"{name} on {size}")
+
+
+def _attempt(fn: Callable[..., Any], *args: Any, **settings: Any) -> tuple[Any, str]:
+    """The result and "", or None and what was raised, in words."""
+    try:
+        return fn(*args, **settings), ""
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        # The last line of an error from the host says what it was.
+        line = lines[-1 if "Traceback" in lines[0] else 0]
+        return None, line or type(error).__name__
+
+
+def _examine(
+    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, notes: Notes
+) -> None:
+    """Until a problem leaves nothing to be tested."""
+    _, error = _attempt(operator.out_structure)
+    if error:
+        notes.problems.append(f"It cannot be traced: {error}")
+        return
+    _, error = _attempt(check_is_operator, operator, square=False)
+    if error:
+        notes.problems.append(error)
+        return
+    dtype, precision = dtypes(operator)
+    notes.eps = float(jnp.finfo(precision).eps)
+    notes.allowed = max(_TOLERANCE, _EPSILONS * notes.eps)
+    vectors = _draw(key, operator.in_size(), dtype)
+    products, error = _attempt(_products, operator, vectors, notes)
+    if error:
+        notes.problems.append(f"A product raises an error: {error}")
+    if products is None or not _is_deterministic(products, notes):
+        return
+    _test_vmap(operator, vectors, products, notes)
+    _, refusal = _attempt(eqx.filter_eval_shape, _flat_product, operator)
+    deviation = _test_linear(products, refusal, notes)
+    if not notes.fields["linear"]:
+        return
+    if refusal:
+        notes.problems.append(f"It is refused, linear as it looks: {refusal}")
+        return
+    _, error = _attempt(check_is_operator, operator)
+    if error:
+        notes.findings.append(f"Only `traceax.schatten_norm` takes it: {error}")
+        return
+    before = len(notes.problems)
+    asymmetry = _test_hermitian(operator, vectors, products, notes)
+    if notes.fields["hermitian"]:
+        rounding = (4 + operator.in_size() ** 0.5) * notes.eps
+        noise = max(rounding, deviation, asymmetry)
+        _test_semidefinite(operator, key, noise, notes)
+    if len(notes.problems) == before:
+        _recommend(operator, notes)
+
+
+@eqx.filter_jit
+def _product(operator, vector) -> Any:
+    return operator.mv(from_flat(vector, operator.in_structure()))
+
+
+@eqx.filter_jit
+def _batch_of_products(operator, vectors) -> Any:
+    vectors = jnp.stack(vectors)
+    return jax.vmap(lambda x: to_flat(_product(operator, x), x.dtype))(vectors)
+
+
+def _flat_product(operator, adjoint=False) -> Any:
+    flat = flatten(operator)
+    zero = jnp.zeros(flat.size, flat.dtype)
+    return flat.adjoint_mv(zero) if adjoint else flat.mv(zero)
+
+
+@eqx.filter_jit
+def _draw(key: PRNGKeyArray, n: int, dtype: Any) -> list[Any]:
+    """Vectors v, w, u, v + w, -v / 4, 0 and v again, with entries from -2 to 2 that are
+    exact in any dtype."""
+
+    def sixteenths(key):
+        signs = jr.rademacher(jr.fold_in(key, 0), (3, n), dtype)
+        return signs * jr.randint(key, (3, n), 1, 16) / 16
+
+    first = sixteenths(key)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        first = first + 1j * sixteenths(jr.fold_in(key, 1))
+    v, w, u = first
+    return [v, w, u, v + w, -v / 4, 0 * v, v]
+
+
+def _products(
+    operator: lx.AbstractLinearOperator, vectors: list[Any], notes: Notes
+) -> np.ndarray | None:
+    """The products with all vectors, one by one, or None where they are not finite or not
+    what the operator says."""
+
+    def summary(structure):
+        leaves, tree = jax.tree.flatten(structure)
+        return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    says, products = operator.out_structure(), []
+    for vector in vectors:
+        product = _product(operator, vector)
+        notes.fields["num_matvecs"] = len(products) + 1
+        if summary(product) != summary(says):
+            notes.fields["as_declared"] = False
+            made = eqx.filter_eval_shape(_product, operator, vector)
+            notes.problems.append(
+                f"Products have the structure {made}, and `out_structure()` says {says}."
+            )
+            return None
+        products.append(_on_host(to_flat(product, vector.dtype)))
+    notes.fields["as_declared"] = True
+    passed = notes.test(
+        "finite",
+        bool(np.isfinite(np.delete(products, 5, axis=0)).all()),
+        "Products are finite, and of the shape and dtype that the operator says.",
+        "Products with vectors of entries of size one are not finite: look for NaN and "
+        "inf in its arrays, for a division by zero, and for overflow.",
+    )
+    return np.stack(products) if passed else None
+
+
+def _is_deterministic(products: np.ndarray, notes: Notes) -> bool:
+    change = _norm(products[6] - products[0]) / _size(products)
+    return notes.test(
+        "deterministic",
+        change <= notes.allowed,
+        f"The same vector gives the same product again{_up_to(change)}.",
+        f"The same vector gives another product the next time, by {change:.0e} of its "
+        "size. Fix what is random in it, such as a key or a choice of data.",
+    )
+
+
+def _test_vmap(
+    operator: lx.AbstractLinearOperator,
+    vectors: list[Any],
+    products: np.ndarray,
+    notes: Notes,
+) -> None:
+    batch, error = _attempt(lambda: _on_host(_batch_of_products(operator, vectors[:3])))
+    notes.fields["num_matvecs"] += 3
+    change = np.inf
+    if batch is not None:
+        change = _norm(batch - products[:3]) / 3**0.5 / _size(products)
+        error = f"they differ by {change:.0e} of their size"
+    notes.test(
+        "vectorised",
+        change <= notes.allowed,
+        f"Products are the same under `jax.vmap`{_up_to(change)}.",
+        f"Products are not the same under `jax.vmap`, in which most calls make them: "
+        f"{error}. For a callback pass `vmap_method='sequential'`, or wrap the function "
+        "in `jax.custom_batching.sequential_vmap`.",
+    )
+
+
+def _test_linear(products: np.ndarray, refusal: str, notes: Notes) -> float:
+    """The relative deviation from a linear map."""
+    of_v, of_w, _, of_sum, of_quarter, of_zero, _ = products
+    size = _size(products)
+    constant = _norm(of_zero) / size
+    sums = _norm(of_sum - of_v - of_w) / size
+    multiples = _norm(4 * of_quarter + of_v) / size
+    deviation = max(constant, sums, multiples)
+    finding = f"It is linear{_up_to(deviation)}"
+    if deviation > _ROUNDING * notes.eps:
+        finding += ", which is more than rounding; no error bar counts that"
+    problem = f"A (v + w) or A (-v / 4) is off by {deviation:.0e} of its size"
+    if not constant <= notes.allowed:
+        problem = "the product with zero is not zero"
+    hint = refusal or (
+        "For the derivative of a function pass `traceax.hessian(function, x)` or a "
+        "`lineax.JacobianLinearOperator`."
+    )
+    problem = f"It is not linear: {problem}. {hint}"
+    notes.test("linear", deviation <= notes.allowed, f"{finding}.", problem)
+    return deviation
+
+
+def _test_hermitian(
+    operator: lx.AbstractLinearOperator,
+    vectors: list[Any],
+    products: np.ndarray,
+    notes: Notes,
+) -> float:
+    """About `||A - A*||_F / ||A||_F`."""
+    inputs, products = np.stack([_on_host(x) for x in vectors[:3]]), products[:3]
+    forms = inputs.conj() @ products.T
+    size = _norm(inputs) * _norm(products) / 3 / operator.in_size() ** 0.5 or 1.0
+    asymmetry = float(np.max(np.abs(forms - forms.conj().T))) / size
+    hermitian, tagged = asymmetry <= notes.allowed, is_hermitian(operator)
+    kind, tag = "symmetric", "lineax.symmetric_tag"
+    if is_complex(operator):
+        kind, tag = "Hermitian", "traceax.hermitian_tag"
+    notes.fields["hermitian"] = hermitian
+    if hermitian:
+        hint = "as its tag says" if tagged else f"and has no tag: `{tag}` fits"
+        notes.findings.append(f"It is {kind}{_up_to(asymmetry)}, {hint}.")
+    elif tagged:
+        notes.problems.append(
+            f"It is tagged {kind} or semidefinite, and is not {kind}: it differs from "
+            f"its adjoint by {asymmetry:.0e} of its size. Leave the tag out."
+        )
+    else:
+        notes.findings.append(f"It is not {kind}, and has no tag that says so.")
+    expected, found = products[0] * inputs[1], products[1] * inputs[0]
+    wrong = _norm(found - expected) > notes.allowed * _norm(expected)
+    if lx.is_diagonal(operator) and wrong:
+        notes.problems.append("It is tagged diagonal, and is not. Leave the tag out.")
+    return asymmetry
+
+
+def _test_semidefinite(
+    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, noise: float, notes: Notes
+) -> None:
+    tagged = lx.TaggedLinearOperator(operator, hermitian_tag)
+    steps = min(_STEPS, operator.in_size())
+    density = spectral_density(tagged, k=1, num_steps=steps, key=key, throw=False)
+    notes.fields["num_matvecs"] += steps
+    nodes = _on_host(density.nodes)
+    least, largest = float(np.min(nodes)), float(np.max(nodes))
+    floor = noise * max(-least, largest)
+    found = f"Ritz values from {least:.3g} to {largest:.3g}"
+    notes.findings.append(f"{found} in {steps} Lanczos steps.")
+    tag = hermitian_tag if is_complex(operator) else lx.symmetric_tag
+    positive, negative = least >= -floor, largest <= floor
+    says_positive = lx.is_positive_semidefinite(operator)
+    says_negative = lx.is_negative_semidefinite(operator)
+    for sign, fits, says, stronger in (
+        ("negative", negative, says_negative, lx.negative_semidefinite_tag),
+        ("positive", positive, says_positive, lx.positive_semidefinite_tag),
+    ):
+        if says and not fits:
+            notes.problems.append(
+                f"It is tagged {sign} semidefinite, and is not: {found}. Leave the tag "
+                "out."
+            )
+        if fits:
+            tag = stronger
+        if fits and not (says_positive or says_negative):
+            notes.findings.append(
+                f"All have one sign. If you know that of the other eigenvalues, "
+                f"`lineax.{sign}_semidefinite_tag` fits."
+            )
+    if (positive or negative) and min(abs(least), abs(largest)) <= floor:
+        notes.findings.append(
+            "It cannot be told from a singular one, of which logarithms and inverses are "
+            "infinite: add a multiple of the identity there."
+        )
+    notes.fields |= {
+        "ritz_values": (least, largest),
+        "semidefinite": positive or negative,
+        "tag": tag,
+    }
+
+
+def _recommend(operator: lx.AbstractLinearOperator, notes: Notes) -> None:
+    adjoint, tag = is_hermitian(operator), notes.fields.get("tag")
+    if not adjoint:
+        _, error = _attempt(eqx.filter_eval_shape, _flat_product, operator, adjoint=True)
+        adjoint = not error
+    if not adjoint:
+        notes.findings.append(
+            "JAX cannot make products with its adjoint, which diagonals by default and "
+            "log-determinants take where there is no tag. Diagonals by "
+            "`traceax.HutchinsonEstimator()` take none."
+        )
+    tagged = operator if tag is None else lx.TaggedLinearOperator(operator, tag)
+    estimator, now = (select_trace_estimator(each, 2) for each in (tagged, operator))
+    notes.fields |= {"adjoint": adjoint, "estimator": estimator}
+    text = f"`traceax.trace` takes `traceax.{estimator.name}`"
+    if estimator.name != now.name:
+        text += f" with that tag, and `traceax.{now.name}` without it"
+    cost = diagonal_cost(operator)
+    exact = "for any k, by the known diagonal" if cost == 0 else f"from k={cost} on"
+    notes.findings.append(f"{text}. It is exact {exact}.")
+
+
+def _on_host(x: Any) -> np.ndarray:
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return np.asarray(jax.device_get(x)).astype(wide)
+
+
+def _norm(x: np.ndarray) -> float:
+    """Without overflow or underflow."""
+    largest = float(np.max(np.abs(x))) or 1.0
+    return largest * float(np.sqrt(np.sum(np.abs(x / largest) ** 2)))
+
+
+def _size(products: np.ndarray) -> float:
+    """That of a product, which deviations are divided by."""
+    return _norm(products[:3]) / 3**0.5 or 1.0
+
+
+def _up_to(deviation: float) -> str:
+    return f", up to {deviation:.0e}" if deviation > 0 else ""

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from .._core.checks import operator_first
+from .._core.quantity import Diagonal, LeafTraces
+from .._core.solution import Solution
+from .._estimators.auto import AutoTraceEstimator
+from .._estimators.auto_diagonal import AutoDiagonalEstimator
+from .._estimators.base import AbstractTraceEstimator
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .measure import measure
+
+
+@operator_first
+def diagonal(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the diagonal of a square linear operator from `k` products with vectors.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        def loss(w):
+            return jnp.sum(jnp.cosh(w["a"])) + jnp.sum(w["a"]) * jnp.sum(w["b"] ** 2)
+
+        weights = {"a": jnp.linspace(0.0, 1.0, 300), "b": jnp.zeros(200)}
+        operator = tx.hessian(loss, weights)
+        solution = tx.diagonal(operator, k=40, key=jax.random.key(0))
+        print(jax.tree.map(jnp.shape, solution.value))  # {'a': (300,), 'b': (200,)}
+        error = jnp.abs(solution.value["a"] - jnp.cosh(weights["a"]))
+        print(jnp.mean(error < 3 * solution.std_err["a"]))
+        ```
+
+    **Arguments:**
+
+    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
+        PyTrees, of any floating dtype.
+    - `estimator`: which estimator to use. Default: [`traceax.AutoDiagonalEstimator`][].
+    - `k`: the number of matrix-vector products, a Python integer (static under
+        `jax.jit`), which is never exceeded; products with the adjoint count. With
+        `k >= n` the answer is exact, and where lineax knows the diagonal no product is
+        made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
+        tolerance, in the norm `traceax.Adaptive(norm=...)`.
+    - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `execution`: where and how many at a time products are made.
+    - `throw`: whether to raise if the result is not `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][]. `value` and `std_err` are PyTrees of the operator's
+    structure, with a standard error for each entry. `stats["num_samples"]` is the
+    number of samples m: an interval for an entry takes the quantile of Student's t with
+    m - 1 degrees of freedom. The estimate is unbiased; with the default estimator there
+    is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
+    are applied in their own dtype; everything else is float32, and so are `value` and
+    `std_err`. Memory is that of the estimator, for the default about `6.6 k` vectors of
+    length n, and `6.2 k` with a semidefinite tag.
+
+    `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
+    operator's arrays. A derivative is an estimate of the derivative of the diagonal,
+    with no more bias than the value.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate diagonals.
+    """
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(Diagonal.of, operator, estimator, **settings)
+
+
+@operator_first
+def leaf_traces(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the trace of each diagonal block that belongs to a leaf of the operator's
+    PyTree, from the same products: of a Hessian, a trace for each layer.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        def loss(w):
+            return jnp.sum(w["a"] ** 2) + 3 * jnp.sum(w["b"] ** 2) + jnp.sum(w["a"]) ** 2
+
+        operator = tx.hessian(loss, {"a": jnp.zeros(100), "b": jnp.zeros(200)})
+        solution = tx.leaf_traces(operator, k=20, key=jax.random.key(0))
+        print({name: f"{x:.0f}" for name, x in solution.value.items()})
+        ```
+
+    **Arguments:**
+
+    - `operator`, `estimator`, `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `k`: likewise; with [`traceax.Adaptive`][] the errors of all traces together are
+        compared with the tolerance, in the norm `traceax.Adaptive(norm=...)`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
+    structure with a scalar for each leaf. The values sum to that of [`traceax.trace`][]
+    with the same key and estimator, to rounding. `stats["num_samples"]` is the number
+    of samples. Products and derivatives are those of `traceax.trace`, and memory is up to
+    1.3 times as much.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate traces of leaves.
+    """
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(LeafTraces.of, operator, estimator, **settings)
+
+
+def jacobi_preconditioner(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> lx.AbstractLinearOperator:
+    """The inverse of the diagonal of an operator, estimated, as a preconditioner for
+    `lineax.CG`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.diag(jnp.logspace(0.0, 4.0, 300)) + 0.1
+        operator = lx.FunctionLinearOperator(
+            lambda v: matrix @ v,
+            jax.ShapeDtypeStruct((300,), matrix.dtype),
+            lx.positive_semidefinite_tag,
+        )
+        inverse = tx.jacobi_preconditioner(operator, k=10, key=jax.random.key(0))
+        solver = lx.CG(rtol=1e-5, atol=1e-5)
+        options = {"preconditioner": inverse}
+        solution = lx.linear_solve(operator, jnp.ones(300), solver, options=options)
+        print(solution.stats["num_steps"])
+        ```
+
+    **Arguments:**
+
+    - `operator`: as for [`traceax.diagonal`][]; positive (or negative) semidefinite, or
+        the preconditioner is of little use.
+    - `estimator`, `k`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
+
+    **Returns:**
+
+    A diagonal `lineax` operator, tagged positive semidefinite, to be passed as
+    `options={"preconditioner": ...}`: the inverse of the modulus of each entry, or of its
+    standard error where that is larger, and 1 where both are 0. It has no derivatives;
+    those of a solve do not depend on it.
+
+    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
+    vector of length n, and a product with it costs n operations.
+
+    **Raises:**
+
+    Errors as [`traceax.diagonal`][].
+    """
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    solution = diagonal(operator, estimator, **settings)
+
+    structure = operator.in_structure()
+    inverse = _inverse(solution.value, solution.std_err, structure)
+    diagonal_operator = lx.DiagonalLinearOperator(inverse)
+    return lx.TaggedLinearOperator(diagonal_operator, lx.positive_semidefinite_tag)
+
+
+@eqx.filter_jit
+def _inverse(value: PyTree, std_err: PyTree, structure: PyTree) -> PyTree[Array]:
+    def invert(entry, std_err, leaf):
+        # Of a single sample nothing is known.
+        std_err = jnp.where(jnp.isfinite(std_err), std_err, 0)
+        size = jnp.maximum(jnp.abs(entry), std_err)
+        inverse = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
+        inverse = jnp.minimum(inverse, jnp.finfo(leaf.dtype).max)
+        return jax.lax.stop_gradient(inverse).astype(leaf.dtype)
+
+    return jax.tree.map(invert, value, std_err, structure)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+
+from .._core.checks import check_point
+from .._core.solution import Solution
+from .._estimators.base import AbstractTraceEstimator
+from .._estimators.hutchinson import HutchinsonEstimator
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .trace import trace
+
+
+_Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
+
+
+def divergence(
+    fn: Callable[[_Point], _Point],
+    x: _Point,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive | None = None,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> tuple[_Point, Solution]:
+    """A vector field and its divergence, the trace of its Jacobian, from one evaluation.
+
+    Continuous normalizing flows need both at each step (Grathwohl et al., 2019), and so
+    does score matching. Products are made in reverse mode, with the transpose of the
+    Jacobian, whose trace is the same: that is the cheaper mode where the result is
+    differentiated again. For a batch of points, use `jax.vmap`.
+
+    Cost: one evaluation of `fn`, and `k` vector-Jacobian products. Memory: what reverse
+    mode keeps of that evaluation, and for each probe of a block what goes backward
+    through `fn`; with an estimator that has a basis, its vectors too.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        def field(x):
+            return jnp.sin(x) * jnp.sum(x)
+
+        x = jnp.arange(4.0)
+        velocity, exact = tx.divergence(field, x)
+        _, estimate = tx.divergence(field, x, k=3, key=jax.random.key(0))
+        print(exact.value, estimate.value, "+-", estimate.std_err)
+        ```
+
+    **Arguments:**
+
+    - `fn`: a differentiable function.
+    - `x`: the point, a PyTree of n real floating-point numbers in all.
+    - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
+    - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
+        divergence, by n products.
+    - `key`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes fixed
+        along a path, as an integrator of high order needs, pass the same key.
+
+    **Returns:**
+
+    `fn(x)`, and a [`traceax.Solution`][] whose `value` is the divergence. Derivatives of
+    both are right, to all orders; those of an estimate are unbiased.
+
+    **Raises:**
+
+    - `TypeError`: `x` is not of real floating-point arrays.
+    - `ValueError`: `fn(x)` has not the structure, shapes and dtypes of `x`.
+    - Errors as [`traceax.trace`][].
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{grathwohl2019ffjord,
+            author    = {Grathwohl, Will and Chen, Ricky T. Q. and Bettencourt, Jesse and
+                         Sutskever, Ilya and Duvenaud, David},
+            title     = {{FFJORD}: Free-Form Continuous Dynamics for Scalable Reversible
+                         Generative Models},
+            booktitle = {International Conference on Learning Representations},
+            year      = {2019},
+        }
+        ```
+    """
+    check_point(x)
+    x = jax.tree.map(jnp.asarray, x)
+    value, pullback = jax.vjp(lambda x: jax.tree.map(jnp.asarray, fn(x)), x)
+    structure, found = _structure(x), _structure(value)
+    if found != structure:
+        raise ValueError(
+            "`fn(x)` must have the structure, shapes and dtypes of `x`. Found "
+            f"{found} for {structure}."
+        )
+    transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
+    settings = {"key": key, "execution": execution, "throw": throw}
+    budget = transposed.in_size() if k is None else k
+    return value, trace(transposed, estimator, k=budget, **settings)
+
+
+def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

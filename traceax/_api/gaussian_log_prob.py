@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
+
+from .._core.checks import check_is_operator, check_key, check_positive
+from .._core.flat import (
+    dtypes,
+    FlatOperator,
+    flatten,
+    freeze,
+    from_flat,
+    is_complex,
+    to_flat,
+)
+from .._core.results import failure, first_failure, RESULTS
+from .._core.solution import Solution
+from .._functions.base import AbstractFunctionEstimator
+from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
+from .._functions.preconditioned import check_preconditioner
+from .._functions.slq import SLQEstimator
+from .._numerics.dense import two_norm
+from .._numerics.gram_schmidt import unit as unit_of
+from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
+from .._run.adaptive import Adaptive
+from .._run.call import call
+from .._run.execution import AbstractExecution, Local
+from .._run.gradient import attach, FirstOrderFrame
+from .._run.steps import AdaptiveSteps, check_steps
+from .logdet import logdet
+
+
+class _Bordered(eqx.Module):
+    """`M = [[A, r], [r*, 0]]`, as a map of vectors of length n + 1."""
+
+    fn: Callable[[Array], Array]
+    residual: Inexact[Array, " n"]
+
+    def __call__(self, vector: Array) -> Array:
+        inner, last = vector[:-1], vector[-1]
+        top = self.fn(inner) + last * self.residual
+        return jnp.append(top, _dot(self.residual, inner))
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return jnp.vdot(x, y, precision="highest")
+
+
+def _solved(
+    flat: FlatOperator,
+    residual: Inexact[Array, " n"],
+    initial: Inexact[Array, " n"],
+    preconditioner: AbstractPreconditioner | None,
+    smallest: Real[Array, ""],
+    solver: lx.AbstractLinearSolver,
+) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
+    """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
+    structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
+    # The absolute tolerance of a solver is meant for a right-hand side of size one.
+    unit = two_norm(residual) / flat.size**0.5
+    unit = jnp.where(unit > 0, unit, 1)
+    right = residual / unit
+
+    def outside(x, factor):
+        if preconditioner is None:
+            return factor * x
+        x, length = unit_of(x)
+        return length * (factor * preconditioner.power(-1.0, x))
+
+    # And for a solution of size one, as it is about in units of `1 / size`.
+    length = two_norm(outside(right, 1.0))
+    ratio = jnp.where(length > 0, two_norm(right) / jnp.where(length > 0, length, 1), 1)
+    size = jnp.where(smallest > 0, smallest, 1) * ratio
+
+    def scaled(x):
+        x, length = unit_of(x)
+        return length * (flat.mv(x) / size)
+
+    # `lineax.CG` does not depend on the scale of its preconditioner, but breaks down
+    # where an eigenvalue of the preconditioned operator is below 200 n eps. GMRES
+    # measures residuals after it.
+    factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    if isinstance(solver, lx.GMRES):
+        factor = 1.0
+
+    tags = lx.positive_semidefinite_tag
+    options = {
+        "y0": size * (initial / unit),
+        "preconditioner": lx.FunctionLinearOperator(
+            lambda x: outside(x, factor * ratio), structure, tags
+        ),
+    }
+    matrix = lx.FunctionLinearOperator(scaled, structure, tags)
+    found = lx.linear_solve(matrix, right, solver, options=options, throw=False)
+    return unit * (found.value / size), RESULTS.promote(found.result), found.stats
+
+
+def _quadratic_form(
+    flat: FlatOperator, residual: Inexact[Array, " n"], solution: Inexact[Array, " n"]
+) -> tuple[Real[Array, ""], Inexact[Array, " n"]]:
+    """`2 x* r - x* A x` for `x = A^-1 r`, and what x leaves of r.
+
+    It is `-w* M w` for `w = (x, -1)` and M bordered by r: `r* A^-1 r`, stationary in x.
+    So its derivative is `-w* dM w`, and its error of second order in that of x.
+    """
+    fn, size = _Bordered(flat.fn, residual), flat.size + 1
+    bordered = dataclasses.replace(flat, fn=fn, size=size)
+    vector = jnp.append(solution, -jnp.ones_like(solution, shape=1))
+    image = bordered.frozen.mv(vector)
+    frame = FirstOrderFrame(-vector[:, None], vector[:, None])
+    value = attach(bordered, -_dot(vector, image), frame, execution=Local())
+    return value, -image[:-1]
+
+
+class _Made(eqx.Module):
+    """A preconditioner; if its products were not finite, no estimate with it is."""
+
+    preconditioner: AbstractPreconditioner
+    estimated: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def result(self) -> Any:
+        return RESULTS.successful
+
+
+class _State(eqx.Module):
+    """What a later call goes on from, where the data chose the preconditioner: samples
+    are of the preconditioned operator."""
+
+    preconditioner: AbstractPreconditioner
+    logdet: PyTree[Array]
+
+
+def _prepare(preconditioning, operator, settings) -> _Made:
+    return _Made(preconditioning.prepare(flatten(operator).frozen, **settings))
+
+
+def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
+    flat = flatten(operator)
+    residual, initial = jax.tree.map(jnp.asarray, (residual, initial))
+    right = to_flat(residual, flat.dtype)
+    frozen = jax.lax.stop_gradient(right)
+    start = jnp.zeros_like(frozen)
+    if initial is not None:
+        start = jax.lax.stop_gradient(to_flat(initial, flat.dtype))
+    known, exact = determinant.stats, determinant.std_err == 0
+    if "ritz_values" in known:
+        smallest = known["ritz_values"][0]
+    else:
+        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
+    preconditioner = freeze(preconditioner)
+    if preconditioner is not None:
+        # Eigenvalues that come with an exact answer are those of A itself.
+        unit = jnp.where(exact, preconditioner.largest, 1)
+        smallest = smallest / unit.astype(smallest.dtype)
+    settings = preconditioner, smallest, solver
+    found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
+    quadratic, left_over = _quadratic_form(flat, right, found)
+
+    def combine(log_det):
+        constant = flat.size * math.log(2 * math.pi)
+        return -(quadratic + log_det + constant) / 2
+
+    # In exact arithmetic the residual of conjugate gradients is orthogonal to the
+    # solution. Of rounding errors it may be by chance: the root of the sum of squares is
+    # what their product is in the root mean square over signs.
+    rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
+    along = jnp.maximum(jnp.abs(_dot(found, left_over)), two_norm(found * left_over))
+    rounding = jnp.hypot(rounding, along)
+    size, left = two_norm(frozen), two_norm(left_over)
+    steps = jnp.asarray(counted.get("num_steps", 0))
+    std_err = jnp.hypot(determinant.std_err, rounding) / 2
+    stats = {
+        "num_matvecs": known["num_matvecs"] + steps + 2,
+        "std.err": std_err,
+        "samples": combine(known["samples"]),
+        "quadratic_form": quadratic,
+        "logdet": dataclasses.replace(determinant, state=None),
+        "solve": from_flat(found, operator.in_structure()),
+        "solve_steps": steps,
+        "solve_residual": left / jnp.where(size > 0, size, 1),
+    }
+    for name in {"bounds", "proven_bounds"} & set(known):
+        ends, bars = known[name][::-1].T
+        bars = jnp.hypot(bars, rounding) / 2
+        stats[name] = jnp.stack([combine(ends), bars], axis=1)
+    if "ritz_values" in known:
+        stats["ritz_values"] = known["ritz_values"]
+    if "history" in known:
+        made, values, bars = known["history"].T
+        values = jnp.where(jnp.isfinite(values), combine(values), values)
+        bars = jnp.hypot(bars, rounding) / 2
+        stats["history"] = jnp.stack([made, values, bars], axis=1)
+    value = combine(determinant.value)
+    result = first_failure(
+        determinant.result,
+        ended,
+        failure(quadratic < -rounding, RESULTS.not_positive_definite),
+        # Solvers that overflow may say that they succeeded.
+        failure((size > 0) & ~(left < size), RESULTS.breakdown),
+        failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
+    )
+    std_err, stats = freeze((std_err, stats))
+    return Solution(value, std_err, result, stats, determinant.state)
+
+
+def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
+    structure = operator.in_structure()
+    leaves = jax.tree.leaves(value)
+    fits = jax.tree.structure(value) == jax.tree.structure(structure)
+    found = [jnp.shape(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(structure)]
+    if not fits or found != shapes or any(map(jnp.iscomplexobj, leaves)):
+        raise ValueError(
+            f"`{name}` must be a real vector that `operator` applies to. Found leaves "
+            f"of the shapes {found} for an operator with in_structure()={structure}. "
+            "For several vectors use `jax.vmap`."
+        )
+
+
+def gaussian_log_prob(
+    operator: lx.AbstractLinearOperator,
+    residual: PyTree[Real[Array, ...]],
+    estimator: AbstractFunctionEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
+    solver: lx.AbstractLinearSolver | None = None,
+    initial: PyTree[Real[Array, ...]] | None = None,
+    gradient: AbstractFunctionGradient = LanczosGradient(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """The log-density $-\\frac12 (r^T A^{-1} r + \\log\\det A + n \\log 2\\pi)$ of a
+    Gaussian with covariance A at a residual r: the log marginal likelihood of a Gaussian
+    process.
+
+    The log-determinant is that of [`traceax.logdet`][], the quadratic form one linear
+    solve, and the gradient needs no further one. Both take the same preconditioner.
+
+    Cost: the products of the log-determinant, one for each step of the solver, and two.
+    Memory: that of [`traceax.logdet`][], and the vectors of the solver: with conjugate
+    gradients a few of length n.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 500)
+        y = jnp.sin(12 * x)
+
+        def log_likelihood(noise, key):
+            kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + noise * jnp.eye(500)
+            operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+            key1, key2 = jax.random.split(key)
+            preconditioner = tx.nystrom_preconditioner(
+                operator, rank=20, key=key1, shift=noise
+            )
+            solution = tx.gaussian_log_prob(
+                operator, y, k=10, key=key2, preconditioner=preconditioner
+            )
+            return solution.value, solution
+
+        slope = jax.grad(log_likelihood, has_aux=True)
+        noise_slope, solution = slope(jnp.array(0.1), jax.random.key(0))
+        print(solution.value, "+-", solution.std_err, noise_slope)
+        ```
+
+    **Arguments:**
+
+    - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
+    - `residual`: r, the observations minus their mean, an array or PyTree that the
+        operator applies to. For several, `jax.vmap`: they share one log-determinant.
+    - `estimator`, `k`, `num_steps`, `key`, `gradient`, `execution`: of the
+        log-determinant, as for [`traceax.logdet`][]; so are the tolerances and what a
+        `callback` is given with [`traceax.Adaptive`][]. `gradient` does not matter to
+        the quadratic form.
+    - `preconditioner`: for the log-determinant and the solve, as for
+        [`traceax.logdet`][].
+    - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of
+        one, and to A scaled such that x is about of that size, so its tolerances are
+        relative to that. Default: `lineax.CG` with
+        tolerances of the square root of the machine epsilon.
+    - `initial`: a guess of $A^{-1} r$ that the solver starts from, such as
+        `stats["solve"]` of the last step of an optimiser.
+    - `throw`: whether to raise if the result is not `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][]. The error of `value` is of second order in the error of
+    the solve. `std_err` is half of that of the log-determinant, combined with the
+    rounding error of the quadratic form, which is measured by $x^T (r - A x)$. `stats`
+    has, beside the entries described there,
+
+    - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
+        `"solve_residual"`, $\\|r - A x\\| / \\|r\\|$. Neither `std_err` nor the interval
+        counts the error of the solve: with $\\rho = r - A x$ the value is too large by
+        $\\rho^T A^{-1} \\rho / 2$.
+    - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
+        [`traceax.logdet`][], with its own `stats`.
+    - `"num_matvecs"`: the products of the log-determinant (of an exact one without those
+        of the preconditioner), one for each step of the solver, and two. It is too small
+        for solvers that make more products in a step, or do not count steps.
+
+    Derivatives in what the operator closes over and in the residual: $-\\frac12
+    \\mathrm{tr}(A^{-1} dA)$ is estimated, the others are $\\frac12 x^T dA\\, x$ and
+    $-x^T dr$. Second derivatives are refused. The preconditioner and `initial` are
+    constant to derivatives, and do not bias them.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.logdet`][]; `operator` is complex or not
+        tagged; `residual` or `initial` does not fit it; `solver` is not of lineax.
+    - An `equinox` run-time error with `throw=True`: the solver did not converge; the
+        operator was seen not to be positive definite; a product was not finite; rounding
+        errors are a large part of the reported error; a tolerance was not met.
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{gardner2018gpytorch,
+            author    = {Gardner, Jacob R. and Pleiss, Geoff and Bindel, David and
+                         Weinberger, Kilian Q. and Wilson, Andrew Gordon},
+            title     = {{GPyTorch}: Blackbox Matrix-Matrix {Gaussian} Process Inference
+                         with {GPU} Acceleration},
+            booktitle = {Advances in Neural Information Processing Systems},
+            volume    = {31},
+            year      = {2018},
+        }
+        ```
+    """
+    check_is_operator(operator, second=residual)
+    if is_complex(operator):
+        raise TypeError(
+            "`operator` must be real. Found one of a complex dtype, for which the "
+            "density has another normalisation. Add up `traceax.logdet` and "
+            "`lineax.linear_solve`."
+        )
+    if not lx.is_positive_semidefinite(operator):
+        raise ValueError(
+            "`operator` must be a covariance, and say so by a tag. Found `operator` of "
+            f"type {type(operator).__name__} without one. Wrap it: "
+            "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
+        )
+    _check_vector("residual", residual, operator)
+    if initial is not None:
+        _check_vector("initial", initial, operator)
+    if preconditioner is not None:
+        check_preconditioner(preconditioner, operator.in_size())
+    if solver is None:
+        tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
+        limit = 10 * operator.in_size()
+        # Without extra products to refresh the residual: the true one is computed at the
+        # end.
+        solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
+    if not isinstance(solver, lx.AbstractLinearSolver):
+        raise TypeError(
+            f"`solver` must be a `lineax.AbstractLinearSolver`. Found {solver!r}. Pass, "
+            "for example, `lineax.CG(rtol=1e-6, atol=1e-6)`."
+        )
+    name = "gaussian_log_prob"
+    settings = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
+    ready = preconditioner is None or isinstance(preconditioner, AbstractPreconditioner)
+    if not ready and isinstance(k, Adaptive) and k.state is not None:
+        if not isinstance(k.state, _State):
+            raise ValueError(
+                "`state` must be of a call with the same kind of preconditioner. Found "
+                f"one of type {type(k.state).__name__}."
+            )
+        preconditioner = k.state.preconditioner
+        settings["k"] = dataclasses.replace(k, state=k.state.logdet)
+    elif not ready:
+        check_key(key)
+        settings["k"] = k if isinstance(k, Adaptive) else check_positive("k", k)
+        settings["num_steps"] = check_steps(num_steps, operator.in_size())
+        arguments = (preconditioner, operator, settings)
+        made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
+        preconditioner = made.preconditioner
+    settings |= {"preconditioner": preconditioner, "gradient": gradient}
+    determinant = logdet(operator, estimator, throw=False, **settings)
+    arguments = (operator, residual, initial, determinant, preconditioner, solver)
+    found = call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
+    if ready or found.state is None:
+        return found
+    state = _State(freeze(preconditioner), found.state)
+    return dataclasses.replace(found, state=state)

@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
+
+from .._core.checks import check_hermitian, check_instance, check_is_operator, real_scalar
+from .._core.flat import FlatOperator, flatten
+from .._core.moments import LogMoments
+from .._core.quantity import AbstractQuantity, Trace
+from .._core.results import first_failure
+from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
+from .._core.solution import Estimate, Solution
+from .._functions.all_eigenvalues import bounds_around
+from .._krylov.lanczos import Lanczos
+from .._krylov.lanczos_recurrence import lanczos_run
+from .._numerics.dense import eigh
+from .._numerics.gram_schmidt import unit
+from .._quadrature.quadratic_form import span
+from .._quadrature.tridiagonal import apply_to_first, ritz
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.gradient import attach, attach_derivative, FirstOrderFrame
+from .._run.loop import stream, sum_over_rounds
+from .._run.solve import AbstractTask, solve
+from .._run.steps import (
+    AdaptiveSteps,
+    check_steps,
+    choose_steps,
+    exact_limit,
+    excess,
+    standard_error,
+    Steps,
+)
+
+
+class _Run(eqx.Module):
+    """What Lanczos from one probe tells.
+
+    - `value`: the logarithm of the Gauss rule for `z* exp(s A) z`.
+    - `left`: the derivative of that in A is `Re(left* dA z)`.
+    - `error`: an estimate of that of the rule, in log units: twice the change by a step
+        less, or by as many steps again that repeat the last coefficients, whichever is
+        larger. The change by a single one is small where all steps gain little.
+    - `deviation`: that of `QuadraticForm`, over the exponential of `value`.
+    - `residual`, `extremes`: as in `QuadraticForm`.
+    """
+
+    value: Real[Array, ""]
+    left: Inexact[Array, " n"]
+    error: Real[Array, ""]
+    deviation: Real[Array, ""]
+    residual: Real[Array, ""]
+    extremes: Real[Array, 2]
+
+    @classmethod
+    def read(
+        cls, state: PyTree[Array], steps: Int[Array, ""] | int, scale: Real[Array, ""]
+    ) -> _Run:
+        run = lanczos_run(state, steps)
+        alpha, (beta, rest) = run.alpha, (run.beta.at[-1].set(0), run.beta[-1])
+
+        def gauss(alpha, beta):
+            nodes, vectors = ritz(alpha, beta)
+            return logsumexp(scale * nodes, b=vectors[0] ** 2), nodes, vectors
+
+        log, nodes, vectors = gauss(alpha, beta)
+        index, made = jnp.arange(2 * len(alpha)), run.last + 1
+        again = (index >= made) & (index < 2 * made)
+        alphas = jnp.where(again, alpha[run.last], jnp.pad(alpha, (0, len(alpha))))
+        coupled = (index >= run.last) & (index < 2 * made - 1)
+        betas = jnp.where(coupled, rest, jnp.pad(beta, (0, len(beta))))
+        after, *_ = gauss(jnp.where(index < 2 * made, alphas, alpha[0]), betas)
+        before, *_ = gauss(alpha, jnp.where(index[: len(beta)] == run.last - 1, 0, beta))
+        error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
+        # Shifted again, since the difference from the largest exponent may be below its
+        # roundoff.
+        weights = vectors[0] ** 2
+        exponents = jnp.where(weights > 0, scale * nodes, -jnp.inf)
+        shares = jnp.exp(exponents - jnp.max(exponents))
+        shares = shares / jnp.sum(weights * shares)
+        slope = apply_to_first(nodes, vectors, scale * shares)
+        size = unit(apply_to_first(nodes, vectors, shares * nodes))[1] * jnp.abs(scale)
+        residual = rest * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
+        return cls(
+            value=2 * jnp.log(run.norm) + log,
+            left=jnp.matmul(slope, run.basis, precision="highest") / run.norm,
+            error=jnp.where(rest > 0, error, 0),
+            deviation=jnp.sqrt(jnp.sum(weights * (shares - 1) ** 2)) / run.norm,
+            residual=residual,
+            extremes=nodes[jnp.array([0, -1])],
+        )
+
+
+class _LogTraceExp(AbstractTask):
+    """The settings of one call."""
+
+    scale: Real[Array, ""]
+    num_steps: int | AdaptiveSteps
+    sampler: AbstractSampler
+    krylov: Lanczos
+    quantity: AbstractQuantity = Trace()
+
+    @property
+    def name(self) -> str:
+        return "log_trace_exp"
+
+    @property
+    def min_matvecs(self) -> int:
+        return 1
+
+    @property
+    def fallback(self) -> str:
+        return self.name
+
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        flat = flatten(operator)
+        eye = jnp.eye(flat.size, dtype=flat.dtype)
+        matrix = execution.matmat(flat.frozen, eye)
+        nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
+        scale = self.scale.astype(nodes.dtype)
+        value = logsumexp(scale * nodes)
+        slopes = scale * jnp.exp(scale * nodes - value)
+        left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
+        value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
+        zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
+        size = _magnitude(scale, extremes) + jnp.abs(value)
+        change = float(jnp.finfo(nodes.dtype).eps) * size
+        return Estimate(
+            value=value,
+            std_err=zero,
+            samples=value[None],
+            num_matvecs=flat.size,
+            rounding=0.0,
+            extra={
+                "gradient_residual": zero[None],
+                "ritz_values": extremes,
+                "quadrature_error": zero,
+                "num_steps": jnp.zeros((), jnp.int32),
+            },
+            bounds=bounds_around(value, change),
+        )
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat = flatten(operator)
+        scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
+        krylov = self.krylov
+
+        def draw(flat, index):
+            return draw_for(flat, self.sampler, key, index[None])
+
+        def choose(adaptive):
+            probe = draw(flat, jnp.zeros((), int))[:, 0]
+            return _choose(adaptive, flat, krylov, probe, k, execution, scale)
+
+        steps, k = Steps.resumed(self.num_steps, choose, k)
+
+        def body(flat, index):
+            probe = draw(flat, index)
+            state = krylov.start(flat, probe[:, 0], steps.most)
+            state = krylov.advance(flat.frozen, state, 0, steps.made)
+            one = _Run.read(state, steps.made, scale)
+            frame = FirstOrderFrame(one.left[:, None], probe)
+            value = attach(flat, one.value, frame, execution=Local())
+            return value, (one.error, one.extremes, one.residual)
+
+        def reduce(outs, valid):
+            samples, (_, extremes, _) = outs
+            return LogMoments.of(samples, valid), span(extremes)
+
+        def merge(parts):
+            moments, extremes = parts
+            return LogMoments.merge(moments), span(extremes, moments.count)
+
+        streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
+        (moments, extremes), samples = streamed.summary, streamed.samples
+        assert samples is not None
+        value = jax.lax.stop_gradient(moments.mean)
+
+        def live():
+            # Of the mean and the mean square of the exponentials over their mean.
+            if isinstance(k, Adaptive):
+                shape = k.num_rounds, k.round_size
+                indices = jnp.arange(len(samples)).reshape(shape)
+                powers = lambda flat, i: _powers(body(flat, i)[0] - value)  # noqa: E731
+                like = jnp.stack([value, value])
+                settings = streamed.loop.rounds, like, execution, steps.most
+                total = sum_over_rounds(powers, flat, indices, *settings)
+            else:
+                total = jnp.sum(jax.vmap(_powers)(samples - value), axis=0)
+            first, second = total / streamed.count
+            return value + _unbiased_log(first, second, streamed.count)
+
+        errors, _, residuals = streamed.others
+        shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
+        error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
+        std_err = moments.std_err()
+        bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
+        size = _magnitude(scale, extremes)
+
+        aimed = jnp.hypot(std_err, flat.rounding * size)
+        if isinstance(k, Adaptive):
+            aimed = k.tolerance(value)
+        missed = error / 2 - flat.rounding * size
+        taken, wide = steps.report(excess(missed, aimed) > 1)
+        return Estimate(
+            value=attach_derivative(value, live),
+            std_err=std_err,
+            samples=samples,
+            num_matvecs=streamed.count * steps.made + steps.spent,
+            rounding=flat.rounding,
+            magnitude=size,
+            result=first_failure(streamed.loop.result, wide),
+            extra={
+                "gradient_residual": residuals,
+                "ritz_values": extremes,
+                "quadrature_error": error,
+                **taken,
+                **streamed.loop.extra,
+            },
+            state=steps.state(streamed.loop.state),
+            bounds=bounds,
+        )
+
+
+def _choose(
+    adaptive: AdaptiveSteps,
+    flat: FlatOperator,
+    krylov: Lanczos,
+    probe: Inexact[Array, " n"],
+    k: int | Adaptive,
+    execution: AbstractExecution,
+    scale: Real[Array, ""],
+) -> Int[Array, ""]:
+    """How many steps make the error of quadrature a share of the target."""
+    constant = jax.lax.stop_gradient(scale)
+
+    def look(flat, state, made):
+        one = _Run.read(state, made, constant)
+        if isinstance(k, Adaptive):
+            aimed = k.tolerance(one.value)
+        else:
+            aimed = standard_error(one.deviation, k)
+        size = _magnitude(constant, one.extremes)
+        return excess(one.error / 2 - flat.rounding * size, aimed)
+
+    return choose_steps(adaptive, krylov, flat, probe, 4, look, execution)
+
+
+def _powers(log: Real[Array, ""]) -> Real[Array, 2]:
+    return jnp.exp(jnp.stack([log, 2 * log]))
+
+
+def _unbiased_log(
+    mean: Real[Array, ""], square: Real[Array, ""], count: Int[Array, ""] | int
+) -> Real[Array, ""]:
+    """The logarithm of a mean of samples, whose mean square is `square`, without its bias
+    of first order: `E log(x) = log(m) - Var(x) / (2 m^2)` for the mean m of x. It is used
+    for derivatives alone. There the bias is a relative one, of up to 6% with 10 samples,
+    and not, as that of the value, much below the error bar."""
+    variance = (square / mean**2 - 1) / jnp.maximum(count - 1, 1)
+    return jnp.log(mean) + variance / 2
+
+
+def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:
+    """What rounding is relative to: exponents, and their sum, a relative error of which
+    is an absolute one of its logarithm."""
+    return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
+
+
+def log_trace_exp(
+    operator: lx.AbstractLinearOperator,
+    scale: Scalar | float = 1.0,
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    sampler: AbstractSampler = RademacherSampler(),
+    window: int | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator, however large
+    $s A$ is: the logarithm of a partition function, or a smooth maximum of eigenvalues.
+
+    Only differences from the largest exponent are exponentiated, so $s A$ may be of any
+    size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
+    float32 where an eigenvalue of $s A$ is above 88.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+        energies = jnp.diag(1e3 * x) + jnp.eye(300, k=1) + jnp.eye(300, k=-1)
+        hamiltonian = lx.MatrixLinearOperator(energies, lx.symmetric_tag)
+
+        def log_partition_function(beta):
+            settings = {"k": 30, "key": jax.random.key(0)}
+            solution = tx.log_trace_exp(hamiltonian, -beta, **settings)
+            return solution.value, solution.std_err
+
+        slope = jax.grad(log_partition_function, has_aux=True)
+        mean_energy, bar = slope(jnp.array(0.1))
+        print(-mean_energy, log_partition_function(0.1), bar)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a Hermitian `lineax.AbstractLinearOperator`, tagged so, as for
+        [`traceax.trace_of_function`][].
+    - `scale`: s, a real number or array of shape `()`.
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
+        [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
+        10% of the trace.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
+        than n count as n. It takes somewhat more than
+        $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
+        [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
+        small beside the sampling error or the tolerance, found by one run more.
+    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `sampler`: the distribution of the probes. Default:
+        [`traceax.RademacherSampler`][].
+    - `window`: as for [`traceax.Lanczos`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real `value`, the logarithm; at most `k * num_steps`
+    products, and those of one probe more where the steps are adaptive. `std_err` is that
+    of the logarithm: with m the mean of the exponentials and s its standard error,
+    $\\log m - \\log(m - s)$. It is infinite where $m \\le s$, since then the samples
+    give no lower bound. Where a single eigenvalue outweighs the others it is about
+    $\\sqrt{2/k}$, whatever n is. The value is biased downward by
+    about half the square of `std_err`.
+
+    `stats` has `"samples"`, the logarithms of $z^* \\exp(s A) z$ for each probe, of whose
+    exponentials `value` is the logarithm of the mean; `"quadrature_error"`, an estimate
+    of the error of `value` from too few steps, which makes it too small;
+    `"ritz_values"`, the smallest and the largest of $A$; and `"gradient_residual"` as in
+    [`traceax.SLQEstimator`][].
+
+    Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
+    \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
+    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders. They
+    are corrected for the bias of a logarithm, and so are not derivatives of `value`.
+    Memory: `num_steps` vectors of length n for each probe of a block, or with `window=0`
+    and no derivative those of a step; and for a derivative two for each probe.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer.
+    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
+        `num_steps` is too small; `window` is negative or no integer; `key` is missing.
+    - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
+        or the largest number of adaptive steps, is too small for the tolerance.
+
+    ??? cite
+
+        ```bibtex
+        @article{jaklic1994lanczos,
+            author  = {Jakli{\\v{c}}, J. and Prelov{\\v{s}}ek, P.},
+            title   = {{Lanczos} Method for the Calculation of Finite-Temperature
+                       Quantities in Correlated Systems},
+            journal = {Physical Review B},
+            volume  = {49},
+            pages   = {5065},
+            year    = {1994},
+        }
+        ```
+    """
+    check_is_operator(operator)
+    check_hermitian(operator)
+    num_steps = check_steps(num_steps, operator.in_size())
+    check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
+    task = _LogTraceExp(
+        scale=real_scalar("scale", scale),
+        num_steps=num_steps,
+        sampler=sampler,
+        krylov=Lanczos(window),
+    )
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._core.checks import check_instance, check_is_operator
+from .._core.flat import FlatOperator, flatten
+from .._core.results import failure, RESULTS
+from .._core.solution import Estimate, Solution
+from .._functions.all_eigenvalues import exact_trace_of_function
+from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
+from .._functions.preconditioned import check_preconditioner, Preconditioned
+from .._functions.slq import SLQEstimator
+from .._operators.determinant import SignLog, structured_log_det
+from .._preconditioners.base import AbstractPreconditioning
+from .._quadrature.functions import AbstractSpectralFunction, Log
+from .._quadrature.singular_functions import SingularLog
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.solve import solve
+from .._run.steps import AdaptiveSteps, check_steps
+
+
+class _LogDet(AbstractFunctionTask):
+    """An estimator of the log-determinant, with its settings."""
+
+    estimator: AbstractFunctionEstimator
+    gradient: AbstractFunctionGradient
+    num_steps: int | AdaptiveSteps
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        def dense(flat, function):
+            return exact_trace_of_function(flat, function, self.gradient, execution)
+
+        return _with_sign(operator, dense)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        def estimated(flat, function):
+            return self.estimator.run(
+                flat,
+                function,
+                self.gradient,
+                k=k,
+                num_steps=self.num_steps,
+                key=key,
+                execution=execution,
+            )
+
+        return _with_sign(operator, estimated)
+
+
+def _with_sign(
+    operator: lx.AbstractLinearOperator,
+    sum_of: Callable[[FlatOperator, AbstractSpectralFunction], Estimate],
+) -> Estimate:
+    """The estimate of `log |det A|`, as a sum over the spectrum where the structure of
+    the operator does not tell it, and the sign where that is known."""
+    if (determinant := structured_log_det(operator)) is not None:
+        return _from_structure(determinant)
+    if lx.is_positive_semidefinite(operator):
+        sign, estimate = 1.0, sum_of(flatten(operator), Log())
+    elif lx.is_negative_semidefinite(operator):
+        sign = (-1.0) ** operator.in_size()
+        estimate = sum_of(flatten(-operator), Log())
+    else:
+        return _singular_if_zero(sum_of(flatten(operator), SingularLog()))
+    extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
+    return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
+
+
+def _singular_if_zero(estimate: Estimate) -> Estimate:
+    """The estimate, minus infinity where all products were zero: then there is no size
+    that eigenvalues of zero could be told from."""
+    if "ritz_values" not in estimate.extra:
+        return estimate
+    zero = jnp.all(estimate.extra["ritz_values"] == 0)
+
+    def infinite(x):
+        # Added, so that a derivative does not ask for it, which on a mesh is a sum.
+        return x + jnp.where(zero, -jnp.inf, 0).astype(x.dtype)
+
+    extra, samples = estimate.extra, estimate.samples
+    if "sign" in extra:
+        extra = extra | {"sign": jnp.where(zero, 0, extra["sign"])}
+    estimate = dataclasses.replace(
+        estimate,
+        value=infinite(estimate.value),
+        samples=None if samples is None else infinite(samples),
+        extra=extra,
+    )
+    return estimate.map_bounds(lambda ends: ends.at[:, 0].set(infinite(ends[:, 0])))
+
+
+def _from_structure(determinant: SignLog) -> Estimate:
+    return Estimate(
+        value=determinant.log,
+        std_err=jnp.zeros_like(determinant.log),
+        samples=determinant.log[None],
+        num_matvecs=0,
+        rounding=0.0,
+        result=failure(determinant.sign == 0, RESULTS.zero_determinant),
+        extra={"sign": determinant.sign},
+    )
+
+
+def logdet(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractFunctionEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
+    gradient: AbstractFunctionGradient = LanczosGradient(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\log|\\det A|$ from products with vectors.
+
+    - Operators tagged positive (or negative) semidefinite: $\\mathrm{tr} \\log A$ by
+      `estimator`, with Lanczos; `k * num_steps` products.
+    - Diagonal, triangular, tridiagonal and identity operators that store their entries,
+      and multiples and products of them: exactly, without a product.
+    - Any other square operator: $\\mathrm{tr} \\log(A^* A) / 2$ by Golub-Kahan; `k *
+      num_steps` products with $A$ and as many with $A^*$. Needs an `SLQEstimator`.
+
+    With `k >= n` the answer is exact, from n products and a dense factorisation. For
+    matrices that fit, a Cholesky factorisation is faster up to n of several thousand:
+    see [Log-determinants](../logdet.md).
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 500)
+        kernel = jnp.exp(-50 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(500)
+        operator = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+        key1, key2 = jax.random.split(jax.random.key(0))
+        preconditioner = tx.nystrom_preconditioner(operator, rank=20, key=key1)
+        solution = tx.logdet(
+            operator, k=10, num_steps=10, key=key2, preconditioner=preconditioner
+        )
+        print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
+        ```
+
+    **Arguments:**
+
+    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
+        PyTrees, of any floating dtype.
+    - `estimator`: default: [`traceax.SLQEstimator`][].
+    - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
+        it takes to reach a tolerance of the sampling error.
+    - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
+        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default: so many that
+        the quadrature error is small beside the sampling error or the tolerance, found
+        by one run more.
+    - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
+        of one tagged negative), made from the same or from a similar operator. See
+        [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
+        [`traceax.AutoPreconditioner`][], which makes one and chooses its rank.
+    - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
+        run, or [`traceax.SolveGradient`][], which has second derivatives.
+    - `execution`: where and how many at a time products are made.
+    - `throw`: whether to raise if the result is not `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real `value`. Where `num_steps` is a number,
+    `std_err` is the sampling error alone, and [`traceax.Solution.interval`][] counts the
+    quadrature error too; where steps are chosen, so does `std_err`. `stats` has, beside
+    the entries described there,
+
+    - `"exact"`, where steps are chosen: whether the answer is the exact one, by `k >= n`,
+        or from n products more because the steps were too few and n is at most 4096.
+    - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
+        operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
+        the sign, or in complex arithmetic the phase. Absent for other estimates.
+    - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`,
+        between whose ends `value` would lie without quadrature error (for the same
+        probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
+        `"ritz_values"`, shape `(2,)`, the smallest and the largest Ritz value (of the
+        preconditioned operator, if there is a preconditioner), or for a general operator
+        the smallest and the largest singular value of the bidiagonal matrices, which
+        are between the extreme singular values of $A$; `"gradient_residual"`, shape
+        `(k,)`, the relative residuals of conjugate gradients after as many steps, which
+        show whether the steps are enough for the gradient: the error of conjugate
+        gradients, which bounds its bias, is at most the condition number times these.
+
+    Memory: `num_steps` vectors of length n for each probe of a block, twice that for a
+    general operator, and for a derivative 8 for each probe, as
+    [`traceax.SLQEstimator`][] says.
+
+    Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer.
+    - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
+        missing; `preconditioner` or `estimator` does not fit the operator.
+    - An `equinox` run-time error with `throw=True`: the operator was seen not to be
+        positive definite; it is singular, or too ill conditioned for its precision; as
+        many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
+        for the exact answer; a product was not finite; a tolerance was not reached.
+    """
+    check_is_operator(operator, second=estimator)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    if preconditioner is not None:
+        check_preconditioner(preconditioner, operator.in_size())
+        estimator = Preconditioned(estimator, preconditioner)
+    task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

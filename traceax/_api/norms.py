@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._core.checks import check_instance, operator_first
+from .._core.quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
+from .._core.solution import Solution
+from .._estimators.base import AbstractTraceEstimator, Measurement
+from .._estimators.hutchinson import HutchinsonEstimator
+from .._operators.stacked import stacked
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.solve import solve
+from .measure import measure
+
+
+@operator_first
+def frobenius_norm(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Frobenius norm of a square linear operator from `k` products.
+
+    The root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for the square. Where
+    singular values decay, `traceax.XNysTraceEstimator()` is many times more accurate: it
+    takes the root of the trace of $A A^*$, by `k // 2` products with $A$ and as many with
+    $A^*$. For rectangular operators, see [`traceax.schatten_norm`][] with `p=2` and
+    `num_steps=1`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 500))
+        operator = lx.MatrixLinearOperator(matrix)
+        solution = tx.frobenius_norm(operator, k=50, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err, "exactly", jnp.linalg.norm(matrix))
+        ```
+
+    **Arguments:**
+
+    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. `k`
+        counts products with the adjoint, too.
+    - `estimator`: one whose samples are products with random vectors, as
+        [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
+        is given the operator $A A^*$, tagged positive semidefinite.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are samples
+    of the square of the norm. Where a square over- or underflows its dtype, the call
+    fails and the value is infinite or NaN. Derivatives are those of the estimate; those
+    of the square are unbiased, and those of the root but for up to `0.2 / k`. Memory: one
+    block of probes, or that of the `estimator`.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][].
+    """
+    quantity = lambda _: FrobeniusNorm()  # noqa: E731
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(quantity, operator, estimator, **settings)
+
+
+@operator_first
+def row_norms(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Euclidean norm of each row of a square linear operator from `k`
+    products.
+
+    The roots of the means of $|e_a^* A \\omega_i|^2$, which are unbiased for the squares.
+    For the norms of the columns, pass `operator.T`. Where singular values decay,
+    `traceax.XNysDiagEstimator()` is more accurate: it takes the roots of the diagonal of
+    $A A^*$. Rows whose squares underflow count as zero beside others that do not.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 500))
+        operator = lx.MatrixLinearOperator(matrix)
+        solution = tx.row_norms(operator, k=50, key=jax.random.key(1))
+        exact = jnp.linalg.norm(matrix, axis=1)
+        print(jnp.mean(jnp.abs(solution.value - exact) < 2 * solution.std_err))
+        ```
+
+    **Arguments:**
+
+    - `operator`, `estimator`, `k`, `key`, `execution`, `throw`: as for
+        [`traceax.frobenius_norm`][], with estimators of the diagonal.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
+    operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
+    are those of the estimate; those of the squares are unbiased, and those of the roots
+    but for up to `1 / k`. Where the estimate of a square is negative, the row is 0, its
+    `std_err` the root of that of the square, and its derivative 0. Memory: one block of
+    probes with its products, and four numbers for each row (with less than 16 probes
+    eight), from which value and error bar are made; or about half of what the `estimator`
+    holds for a diagonal, since `A A*` gets `k // 2` probes.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    estimate diagonals.
+    """
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(RowNorms.of, operator, estimator, **settings)
+
+
+def frobenius_products(
+    operators: Sequence[lx.AbstractLinearOperator],
+    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\mathrm{tr}(A_i^* A_j)$ for all pairs of several square operators, from
+    `k` products with each.
+
+    It is the mean of $(A_i \\omega)^* (A_j \\omega)$, with the same random vectors for
+    all operators. For symmetric operators these are the $\\mathrm{tr}(A_i A_j)$ of the
+    moment equations for variance components (Haseman-Elston regression).
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 100))
+        identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((300,), x.dtype))
+        operators = [lx.MatrixLinearOperator(x @ x.T / 100), identity]
+        solution = tx.frobenius_products(operators, k=30, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operators`: a list of p square operators, of the same structure and dtype.
+    - `estimator`: one whose samples are products with random vectors. Default:
+        [`traceax.HutchinsonEstimator`][].
+    - `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]; with
+        [`traceax.Adaptive`][] the errors of all entries together are compared with the
+        tolerance.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and,
+    up to rounding, positive semidefinite, with a standard error for each entry.
+    `stats["num_matvecs"]` is the number of products with each operator. Values are
+    unbiased, and so are their derivatives. Memory: one block of probes and its products
+    with each.
+
+    **Raises:**
+
+    Errors as [`traceax.trace`][], a `TypeError` where `operators` is not a list or empty,
+    and a `ValueError` where structures differ or the estimator is of another kind.
+
+    ??? cite
+
+        ```bibtex
+        @article{wu2018scalable,
+            author  = {Wu, Yue and Sankararaman, Sriram},
+            title   = {A Scalable Estimator of {SNP} Heritability for Biobank-Scale Data},
+            journal = {Bioinformatics},
+            volume  = {34},
+            number  = {13},
+            pages   = {i187--i194},
+            year    = {2018},
+        }
+        ```
+    """
+    if not isinstance(operators, Sequence) or len(operators) == 0:
+        raise TypeError(
+            "`operators` must be a list of at least one `lineax.AbstractLinearOperator`. "
+            f"Found an object of type {type(operators).__name__}, empty or no list. "
+            "Pass, for example, `[first, second]`."
+        )
+    check_instance(
+        "estimator", estimator, AbstractTraceEstimator, "HutchinsonEstimator()"
+    )
+    stack = stacked({f"operators[{i}]": each for i, each in enumerate(operators)})
+    quantity = FrobeniusProducts(len(operators))
+    task = Measurement(estimator=estimator, quantity=quantity)
+    return solve(task, stack, k=k, key=key, execution=execution, throw=throw)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.core import Tracer
+from jaxtyping import Array, Bool, PRNGKeyArray, Real
+
+from .._core.checks import check_instance, check_is_operator
+from .._core.flat import FlatOperator, flatten, needing_adjoint
+from .._core.quantity import SchattenNorm
+from .._core.solution import Estimate, Solution
+from .._functions.all_eigenvalues import exact_trace_of_function
+from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.gradients import LanczosGradient
+from .._functions.slq import SLQEstimator
+from .._quadrature.singular_functions import SingularPower
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.solve import solve
+from .._run.steps import AdaptiveSteps, check_steps
+
+
+class _Schatten(AbstractFunctionTask):
+    """An estimator of the sum of powers of the singular values of an operator with at
+    least as many rows as columns."""
+
+    estimator: AbstractFunctionEstimator
+    function: SingularPower
+    num_steps: int | AdaptiveSteps
+    quantity: SchattenNorm = eqx.field(kw_only=True)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        flat, gradient = flatten(operator), LanczosGradient()
+        estimate = exact_trace_of_function(flat, self.function, gradient, execution)
+        return self._checked(flat, estimate)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat = flatten(operator)
+        estimate = self.estimator.run(
+            flat,
+            self.function,
+            LanczosGradient(),
+            quantity=self.quantity,
+            k=k,
+            num_steps=self.num_steps,
+            key=key,
+            execution=execution,
+        )
+        return self._checked(flat, estimate)
+
+    def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
+        """The estimate, infinite where it underflowed, with a derivative of NaN where the
+        norm has none, and with an error of the lower bound that is one downward."""
+        smallest, largest = estimate.extra["ritz_values"]
+        lost = (largest > 0) & ~(estimate.value > 0)
+        value = jnp.where(lost, jnp.inf, estimate.value)
+        if self.function.exponent < 1:
+            roundoff = flat.rounding * largest
+            value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
+        estimate = dataclasses.replace(estimate, value=value)
+        return estimate.map_bounds(
+            lambda x: x.at[0, 1].set(self.quantity.downward(*x[0]))
+        )
+
+
+@jax.custom_jvp
+def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Array, ""]:
+    """`value`, with a derivative of NaN `where` this is true."""
+    return value
+
+
+@_undifferentiable.defjvp
+def _undifferentiable_rule(primals, tangents):
+    value, where = primals
+    # NaN is put into a factor: in reverse mode a constant in its place would have no
+    # derivative.
+    return value, tangents[0] * jnp.where(where, jnp.nan, 1)
+
+
+def schatten_norm(
+    operator: lx.AbstractLinearOperator,
+    p: int | float,
+    estimator: SLQEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the Schatten p-norm of a linear operator, $(\\sum_i \\sigma_i^p)^{1/p}$
+    for its singular values $\\sigma_i$, from products with vectors.
+
+    `p=1` is the nuclear norm, `p=2` the Frobenius norm; for `p < 1` it is a quasi-norm.
+    The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or the same with
+    $A A^*$ if that is smaller, is estimated by Golub-Kahan bidiagonalisation, which
+    never forms these products. So singular values are resolved down to the machine
+    epsilon times the largest, and not only to its square root. The estimate of
+    $\\sum_i \\sigma_i^p$ is unbiased except for the quadrature error.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jax.random.normal(jax.random.key(0), (500, 200))
+        operator = lx.MatrixLinearOperator(matrix)
+        settings = {"k": 20, "num_steps": 20, "key": jax.random.key(1)}
+        solution = tx.schatten_norm(operator, 1, **settings)
+        exact = jnp.linalg.norm(matrix, "nuc")
+        print(solution.value, "+-", solution.std_err, "exactly", exact)
+        ```
+
+    **Arguments:**
+
+    - `operator`: any `lineax.AbstractLinearOperator`, real or complex, on arrays or
+        PyTrees; input and output may differ. Let n be the smaller of its sizes.
+    - `p`: a positive Python number.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
+        singular values.
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
+        n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
+        are those of the norm.
+    - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
+        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
+    - `key`, `execution`, `throw`: as for [`traceax.trace`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
+    products with the operator and as many with its transpose, and with
+    [`traceax.AdaptiveSteps`][] one run more. Memory: `2 num_steps` vectors for each probe
+    of a block. `std_err` is the sampling error, with what rounding changes of small
+    singular values, and where steps are chosen the quadrature error; for `p < 1`, where
+    the norm is a high power of the sum of powers, half of the increase of the norm when
+    that sum is raised by two of its standard errors. Its interval is then wider above
+    the value than below. `stats` has `"samples"` of the sum of powers; where `p < 4` and
+    not 2, `"bracket"` and `"sample_brackets"` of the same sum, which bound the quadrature
+    error; and `"ritz_values"`, the smallest and the largest singular value seen.
+
+    Derivatives in the operator's arrays are of first order only. For the sum of powers
+    they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$.
+    Where singular values are zero, the norm with `p=1` has no derivative, and the
+    result is a subgradient, 0 in those directions; with `p < 1` it is NaN.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer, or `p` not a Python number.
+    - `ValueError`: `p` is not positive and finite; `k` or `num_steps` is too small; `key`
+        is missing; `estimator` is another one than `SLQEstimator`.
+    - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
+        value, was not finite; rounding errors are a large part of the reported error; a
+        tolerance was not met.
+
+    ??? cite
+
+        ```bibtex
+        @article{ubaru2017fast,
+            author  = {Ubaru, Shashanka and Chen, Jie and Saad, Yousef},
+            title   = {Fast Estimation of $\\mathrm{tr}(f(A))$ via Stochastic {Lanczos}
+                       Quadrature},
+            journal = {SIAM Journal on Matrix Analysis and Applications},
+            volume  = {38},
+            number  = {4},
+            pages   = {1075--1099},
+            year    = {2017},
+        }
+
+        @article{golub1965calculating,
+            author  = {Golub, Gene H. and Kahan, William},
+            title   = {Calculating the Singular Values and Pseudo-Inverse of a Matrix},
+            journal = {Journal of the Society for Industrial and Applied Mathematics,
+                       Series B: Numerical Analysis},
+            volume  = {2},
+            number  = {2},
+            pages   = {205--224},
+            year    = {1965},
+        }
+        ```
+    """
+    check_is_operator(operator, square=False, second=p)
+    p = _check_power(p)
+    num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    with needing_adjoint():
+        tall = operator if operator.out_size() >= operator.in_size() else operator.T
+    task = _Schatten(
+        estimator=estimator,
+        function=SingularPower(p),
+        num_steps=num_steps,
+        quantity=SchattenNorm(p),
+    )
+    return solve(task, tall, k=k, key=key, execution=execution, throw=throw)
+
+
+def _check_power(p: Any) -> float:
+    if isinstance(p, bool | Tracer) or not isinstance(p, int | float):
+        raise TypeError(
+            f"`p` must be a Python int or float. Found {p!r} of type "
+            f"{type(p).__name__}. Pass, for example, `float(p)`; in compiled functions "
+            "it must be static."
+        )
+    if not 0 < p < math.inf:
+        fix = ""
+        if p == math.inf:
+            fix = (
+                " The norm with `p=inf` is the largest singular value, of which "
+                "`stats['ritz_values'][1]` of a call with another `p` is an estimate "
+                "from below."
+            )
+        raise ValueError(f"`p` must be positive and finite. Found {p}.{fix}")
+    return float(p)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._core.checks import operator_first
+from .._core.quantity import Trace
+from .._core.solution import Solution
+from .._estimators.auto import AutoTraceEstimator
+from .._estimators.base import AbstractTraceEstimator
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .measure import measure
+
+
+@operator_first
+def trace(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate the trace of a square linear operator from `k` products with vectors.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 20))
+        operator = lx.FunctionLinearOperator(
+            lambda v: x @ (x.T @ v),
+            jax.ShapeDtypeStruct((500,), jnp.float32),
+            lx.positive_semidefinite_tag,
+        )
+        solution = tx.trace(operator, k=40, key=jax.random.key(1))
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
+        PyTrees, of any floating dtype.
+    - `estimator`: which estimator to use. Default: [`traceax.AutoTraceEstimator`][].
+    - `k`: the number of matrix-vector products, a Python integer (static under
+        `jax.jit`), which is never exceeded. With `k >= n` the answer is exact. Or
+        [`traceax.Adaptive`][]: as many as it takes to reach a tolerance.
+    - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`. Not
+        needed where nothing is random.
+    - `execution`: where and how many at a time products are made. Default:
+        [`traceax.Local`][].
+    - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
+        look at `solution.result`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][]: `value`, its standard error `std_err`, `result`, `stats`.
+    The estimate is unbiased. Products, samples and memory of each estimator are in
+    [its table of costs](../choose_estimator.md#costs). Operators in bfloat16 or float16
+    are applied in their own dtype; everything else is float32, and so are `value` and
+    `std_err`.
+
+    `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
+    operator's arrays. A derivative is an unbiased estimate of the derivative of the
+    trace, from the same probes; no factorisation is differentiated.
+
+    **Raises:**
+
+    - `TypeError`: `operator` is not a `lineax` operator, or not of floating or complex
+        dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
+        `execution` is not an instance of its kind.
+    - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
+        needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
+        the sampler's dtype does not fit.
+    - An `equinox` run-time error with `throw=True`: a product was not finite, a
+        semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
+        met, or asks for less than rounding errors.
+    """
+    quantity = lambda _: Trace()  # noqa: E731
+    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    return measure(quantity, operator, estimator, **settings)

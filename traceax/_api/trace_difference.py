@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._core.checks import check_instance
+from .._core.flat import dtypes, FlatOperator, flatten, is_hermitian
+from .._core.results import first_failure
+from .._core.solution import Estimate, Solution
+from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
+from .._functions.base import AbstractFunctionTask
+from .._functions.gradients import LanczosGradient
+from .._functions.preconditioned import (
+    check_logarithm,
+    check_preconditioner,
+    Prepared,
+)
+from .._functions.slq import SLQEstimator
+from .._krylov.difference import Difference, unstack
+from .._operators.stacked import stacked
+from .._preconditioners.base import AbstractPreconditioning, Congruence
+from .._quadrature.callables import as_spectral_function
+from .._quadrature.functions import AbstractSpectralFunction
+from .._quadrature.quadratic_form import worst
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.solve import solve
+from .._run.steps import AdaptiveSteps, check_steps
+
+
+class _TraceDifference(AbstractFunctionTask):
+    """Of two operators that are stacked, with the settings of one call."""
+
+    estimator: SLQEstimator
+    function: AbstractSpectralFunction
+    num_steps: int | AdaptiveSteps
+    preconditioner: AbstractPreconditioning | None
+    hermitian: bool = eqx.field(static=True)
+
+    def _flat(self, operator: lx.AbstractLinearOperator) -> FlatOperator:
+        return dataclasses.replace(flatten(operator), hermitian=self.hermitian)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        settings = self.function, LanczosGradient(), execution
+        a, b = (
+            exact_trace_of_function(each, *settings)
+            for each in unstack(self._flat(operator))
+        )
+        assert a.bounds is not None
+        assert b.bounds is not None
+        value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
+        extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
+        extra = entries_without_probes(self.function, value.real, worst(extremes))
+        return dataclasses.replace(
+            a,
+            value=value,
+            # However small beside the rounding errors of both.
+            std_err=(bounds[1, 0] - bounds[0, 0]) / 2,
+            samples=value[None],
+            result=first_failure(a.result, b.result),
+            bounds=bounds,
+            extra=extra,
+        )
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        flat, estimator, spent = self._flat(operator), self.estimator, 0
+        prepared = None
+        call: dict[str, Any] = {"k": k, "num_steps": self.num_steps}
+        call |= {"key": key, "execution": execution}
+        krylov = Difference(estimator.method(flat, self.function))
+        if self.preconditioner is not None:
+            check_logarithm(flat, self.function)
+            prepared = Prepared.of(self.preconditioner, unstack(flat)[0], call)
+            outer, call = prepared.preconditioner, prepared.call
+            fn, spent = Congruence(flat.fn, outer, stacked=2), outer.num_matvecs
+            flat = dataclasses.replace(flat, fn=fn)
+            estimator = estimator.rescaled(1 / outer.largest)
+        estimator = dataclasses.replace(estimator, krylov=krylov)
+        estimate = estimator.run(flat, self.function, LanczosGradient(), **call)
+        state = estimate.state if prepared is None else prepared.state(estimate.state)
+        spent = spent + estimate.num_matvecs
+        return dataclasses.replace(estimate, num_matvecs=spent, state=state)
+
+
+def trace_difference(
+    operator: lx.AbstractLinearOperator,
+    other: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    estimator: SLQEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
+
+    The same probes are used with both operators, and the error bar is that of the mean
+    of $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is resolved
+    where the operators are similar, as for the change of a log-determinant with a
+    hyperparameter. Where they are not, the bar is that of independent estimates.
+
+    For the difference of plain traces pass `A - B`, which is an operator, to
+    [`traceax.trace`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jnp.linspace(0.0, 1.0, 300)
+
+        def kernel(scale):
+            matrix = jnp.exp(-(((x[:, None] - x) / scale) ** 2)) + 0.1 * jnp.eye(300)
+            return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+
+        settings = {"k": 10, "num_steps": 20, "key": jax.random.key(0)}
+        solution = tx.trace_difference(kernel(0.1), kernel(0.11), tx.Log(), **settings)
+        print(solution.value, "+-", solution.std_err)
+        print(tx.logdet(kernel(0.1), **settings).std_err, "of one alone")
+        ```
+
+    **Arguments:**
+
+    - `operator`, `other`: A and B, square, of the same structure and dtype. Tags as for
+        [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
+    - `function`, `k`, `num_steps`, `key`, `execution`, `throw`: as for
+        [`traceax.trace_of_function`][]. A tolerance is that of the difference.
+    - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound for both.
+    - `preconditioner`: P, as for [`traceax.logdet`][], where the function is
+        [`traceax.Log`][] and both operators are tagged. One P, made from either operator,
+        serves both, and its determinant cancels:
+        $\mathrm{tr} \log(P^{-1/2} A P^{-1/2}) - \mathrm{tr} \log(P^{-1/2} B P^{-1/2})$.
+
+    **Returns:**
+
+    A [`traceax.Solution`][], as that of `trace_of_function`. `stats["num_matvecs"]` is
+    the number of products with each of the two, and of those that P was made from;
+    `"samples"` and `"sample_brackets"` are those of differences, and `"ritz_values"`
+    those of the operator, preconditioned, that is nearer to leaving the domain. The
+    widths of the two brackets add up, as if their quadrature errors were unrelated. With
+    `k >= n`, `std_err` is how much rounding may change the two traces, which may be more
+    than their difference.
+    Memory: `2 num_steps` vectors of length n for each probe of a block.
+
+    Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -
+    \mathrm{tr}(f'(B)\, dB)$, from the same Lanczos runs and the same probes.
+
+    **Raises:**
+
+    Errors as [`traceax.trace_of_function`][], a `TypeError` for another estimator, and a
+    `ValueError` where structures differ.
+    """
+    both = stacked({"operator": operator, "other": other})
+    num_steps = check_steps(num_steps, operator.in_size())
+    check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+    if preconditioner is not None:
+        check_preconditioner(preconditioner, operator.in_size())
+    hermitian = is_hermitian(operator) and is_hermitian(other)
+    function = as_spectral_function(function, dtypes(operator)[0], hermitian=hermitian)
+    task = _TraceDifference(
+        estimator=estimator,
+        function=function,
+        num_steps=num_steps,
+        preconditioner=preconditioner,
+        hermitian=hermitian,
+    )
+    return solve(task, both, k=k, key=key, execution=execution, throw=throw)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from .._core.checks import check_instance, check_is_operator
+from .._core.flat import dtypes, flatten, is_hermitian
+from .._core.solution import Estimate, Solution
+from .._functions.all_eigenvalues import exact_trace_of_function
+from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
+from .._functions.slq import SLQEstimator
+from .._quadrature.callables import as_spectral_function
+from .._quadrature.functions import AbstractSpectralFunction
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .._run.solve import solve
+from .._run.steps import AdaptiveSteps, check_steps, exact_limit
+
+
+class _TraceOfFunction(AbstractFunctionTask):
+    """An estimator of the trace of a function, with its settings."""
+
+    function: AbstractSpectralFunction
+    estimator: AbstractFunctionEstimator
+    gradient: AbstractFunctionGradient
+    num_steps: int | AdaptiveSteps
+
+    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+        return exact_limit(self.num_steps, orthogonal=is_hermitian(operator))
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+    ) -> Estimate:
+        flat = flatten(operator)
+        return exact_trace_of_function(flat, self.function, self.gradient, execution)
+
+    def run(
+        self,
+        operator: lx.AbstractLinearOperator,
+        k: int | Adaptive,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        return self.estimator.run(
+            flatten(operator),
+            self.function,
+            self.gradient,
+            k=k,
+            num_steps=self.num_steps,
+            key=key,
+            execution=execution,
+        )
+
+
+def trace_of_function(
+    operator: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    estimator: AbstractFunctionEstimator = SLQEstimator(),
+    *,
+    k: int | Adaptive,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
+    gradient: AbstractFunctionGradient = LanczosGradient(),
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> Solution:
+    """Estimate $\\mathrm{tr} f(A)$ for a square operator from products with vectors.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 50)) / 50**0.5
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        solution = tx.trace_of_function(
+            operator, tx.Exp(-1.0), k=20, num_steps=20, key=jax.random.key(1)
+        )
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a square `lineax.AbstractLinearOperator`. If it is Hermitian, tag it so:
+        symmetric, positive or negative semidefinite, or in complex arithmetic with
+        `traceax.hermitian_tag`. Without a tag [`traceax.Arnoldi`][] takes the place of
+        Lanczos, and more steps are needed.
+    - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
+        [`traceax.Exp`][], [`traceax.Entropy`][], another
+        [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a
+        real number, differentiable by JAX; without a tag it is called with complex
+        numbers. It is traced at each call. Callables with the same code, such as a
+        lambda in a loop, share one compiled program: arrays that they close over are
+        its arguments, Python numbers are constants. A callable with derivative rules
+        inside (`jax.custom_jvp`, as in `jax.nn.relu`) has to be the same object too:
+        define it once, outside of the loop.
+    - `estimator`: default: [`traceax.SLQEstimator`][].
+    - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
+        n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
+        it takes to reach a tolerance.
+    - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
+        n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
+    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
+        run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
+        `Inverse` without a shift, and negative whole powers.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
+    operator without a tag; at most `k * num_steps` products, and with
+    [`traceax.AdaptiveSteps`][] a run or two more, and n products more where the exact
+    answer had to take the place of the estimate (`stats["exact"]`). `std_err` is the
+    sampling error, with what rounding changes where the function is steep. Where
+    `num_steps` is a number it does not count the quadrature error, which is in
+    [`traceax.Solution.interval`][]; where steps are chosen it does. `stats` has the
+    entries of the estimator, among them those of the quadrature error.
+    Memory is that of the estimator, by default `num_steps` vectors of length n for each
+    probe of a block.
+
+    Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
+    those in the function's own arrays of $\\mathrm{tr}(df(A))$.
+
+    **Raises:**
+
+    - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
+        integer; `function` does not map real numbers to real numbers.
+    - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
+        missing; `gradient` does not fit the function, or `estimator` the operator.
+    - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
+        domain of the function; rounding errors are a large part of the reported error;
+        as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
+        large for the exact answer; a product was not finite; a tolerance was not reached.
+    """
+    check_is_operator(operator, second=function)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    dtype, hermitian = dtypes(operator)[0], is_hermitian(operator)
+    function = as_spectral_function(function, dtype, hermitian=hermitian)
+    task = _TraceOfFunction(
+        estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
+    )
+    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)

@@ -1,0 +1,2 @@
+"""What every room speaks of: operators as maps of flat vectors, samplers, quantities,
+moments, solutions, checks."""

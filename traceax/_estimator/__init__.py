@@ -1,1 +1,0 @@
-"""Trace estimators, one file each."""

@@ -1,0 +1,1 @@
+"""Traces and diagonals from probes: one algorithm to a file."""

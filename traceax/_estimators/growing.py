@@ -1,0 +1,195 @@
+import abc
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree
+
+from .._core.flat import FlatOperator
+from .._core.quantity import AbstractQuantity
+from .._core.sampler import draw_for
+from .._numerics.expansion import Reading
+from .._run.adaptive import Adaptive, one_round
+from .._run.loop import Assessment, iterate, LoopResult
+from .sketch import AbstractSketchEstimator, Sketch
+
+
+class AbstractGrowingEstimator(AbstractSketchEstimator):
+    """A sketch estimator that can add probes in rounds, in buffers for the largest
+    budget, until the tolerance of [`traceax.Adaptive`][] is met. A fixed budget is one
+    round.
+
+    !!! Example
+
+        ```python
+        import traceax as tx
+
+        # Whether an estimator that takes its probes together can stop at a tolerance.
+        for estimator in (tx.XTraceEstimator(), tx.HutchPlusPlusEstimator()):
+            print(isinstance(estimator, tx.AbstractGrowingEstimator))  # True
+        ```
+    """
+
+    def num_probes(self, k: int) -> int:
+        return self.probes_in_round(k)
+
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
+        """One round of the whole budget, unless there is a better way to spend that."""
+        budget = one_round(k)
+        state = self.start(len(probes), probes.dtype, budget)
+        rounds = jnp.zeros((), jnp.int32)
+        state = self.grow(matmat, probes, state, rounds, eps, budget)
+        return self.assess(state, rounds + 1, eps, budget)
+
+    @abc.abstractmethod
+    def probes_in_round(self, k: int) -> int:
+        """How many probes to draw in a round.
+
+        **Arguments:**
+
+        - `k`: the products of a round.
+
+        **Returns:**
+
+        b, the number of columns of `probes` in `grow`.
+        """
+
+    @abc.abstractmethod
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
+        """Buffers for the largest budget.
+
+        **Arguments:**
+
+        - `n`, `dtype`: of the operator.
+        - `k`: the budget, with `k.num_rounds` rounds of `k.round_size` products.
+
+        **Returns:**
+
+        A PyTree of arrays, which `grow` changes and `assess` reads.
+        """
+
+    @abc.abstractmethod
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: PyTree[Array],
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> PyTree[Array]:
+        """Make one more round.
+
+        **Arguments:**
+
+        - `matmat`: as in `sketch`; to at most `k.round_size` columns in all.
+        - `probes`: shape `(n, b)`, those of this round.
+        - `state`: what the rounds before it left.
+        - `rounds`: the number of those, a traced integer.
+        - `eps`: the machine epsilon of the products.
+        - `k`: the budget.
+
+        **Returns:**
+
+        The state with this round.
+        """
+
+    @abc.abstractmethod
+    def assess(
+        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
+        """What `sketch` would make of the probes so far. Makes no products.
+
+        **Arguments:**
+
+        - `state`: what `rounds` rounds have left.
+        - `rounds`, `eps`, `k`: as in `grow`.
+
+        **Returns:**
+
+        A [`traceax.Sketch`][] with as many samples as the largest budget has, of which
+        `valid` count. The columns of its frame are in the order of the rounds
+        (`by_round`), zero for those that were not made.
+        """
+
+    def in_rounds(
+        self,
+        quantity: AbstractQuantity,
+        matmat: Callable[..., Array],
+        flat: FlatOperator,
+        k: Adaptive,
+        key: PRNGKeyArray | None,
+        sign: int,
+    ) -> tuple[Sketch, Reading, LoopResult]:
+        size = self.probes_in_round(k.round_size)
+
+        def without(sketch, field):
+            where = lambda x: getattr(x, field)  # noqa: E731
+            return eqx.tree_at(where, sketch, None, is_leaf=lambda x: x is None)
+
+        # Traced once, for the loop and for the answer after it.
+        @eqx.filter_jit
+        def assess(state, rounds, k):
+            sketch = self.assess(state, rounds, flat.eps, k)
+            seen = self._read(quantity, sketch, flat.size)
+            value = sign * sketch.scale * seen.moments.mean
+            value, std_err = quantity.present(value, sketch.scale * seen.std_err)
+            count = seen.moments.count
+            assessment = Assessment(k.size(value), k.size(std_err), count)
+            return without(sketch, "expansion"), seen, assessment
+
+        # The loop does not carry what is only for derivatives or was used already.
+        def kept(state, rounds):
+            sketch, seen, assessment = assess(state, rounds, k)
+            small = without(sketch, "frame")
+            return eqx.filter((small, seen), eqx.is_array), assessment
+
+        def step(buffers, rounds):
+            state, _, _ = buffers
+            probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
+            state = self.grow(matmat, probes, state, rounds, flat.eps, k)
+            return state, *kept(state, rounds + 1)
+
+        def blank(x):
+            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
+
+        state = self.start(flat.size, flat.dtype, k)
+        shapes = jax.eval_shape(kept, state, jnp.zeros((), jnp.int32))
+        empty = state, *jax.tree.map(blank, shapes)
+        loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
+        state, (small, seen), _ = loop.state.buffers
+        sketch, _, _ = assess(state, loop.rounds, k)
+        return eqx.combine(small, sketch), seen, loop
+
+
+def by_round(
+    left: Sequence[Inexact[Array, "n _"]],
+    right: Sequence[Inexact[Array, "n _"]],
+    num_rounds: int,
+) -> tuple[Array, Array]:
+    """Join the parts of a frame so that columns of the same round are neighbours.
+
+    **Arguments:**
+
+    - `left`, `right`: parts of L and of R, arrays with n rows whose columns are in the
+        order of the rounds.
+    - `num_rounds`: the number of rounds, which divides the number of columns of each.
+
+    **Returns:**
+
+    L and R, each with the columns of all parts.
+    """
+
+    def join(parts):
+        blocks = [part.reshape(len(part), num_rounds, -1) for part in parts]
+        return jnp.concatenate(blocks, axis=2).reshape(len(parts[0]), -1)
+
+    return join(left), join(right)

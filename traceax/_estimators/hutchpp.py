@@ -1,0 +1,255 @@
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
+
+from .._core.moments import Moments
+from .._core.sampler import (
+    AbstractSampler,
+    check_resphering,
+    is_resphered,
+    SphereSampler,
+)
+from .._numerics.dense import diagonal, inner_product, normalise, qr, two_norm
+from .._numerics.expansion import Independent
+from .._numerics.growth import extend, put, put_rows, remove, rescale
+from .._numerics.leave_one_out import resphering
+from .._run.adaptive import Adaptive
+from .growing import AbstractGrowingEstimator, by_round
+from .sketch import Sketch
+
+
+class HutchPlusPlusEstimator(AbstractGrowingEstimator):
+    r"""Hutch++: the trace of $A$ on a sketched range exactly, the rest by Hutchinson.
+
+    With $Q$ an orthonormal basis of $A \Omega$ for $m = \lfloor k/3 \rfloor$ probes and
+    $G$ the other $g = k - 2m$ probes with their part in $Q$ removed, and scaled to the
+    length $\sqrt{n - m}$ that is left in the mean,
+    $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. Any square operator; the
+    samples are independent given $Q$, so the standard error is that of a mean of `g`.
+    With [`traceax.Adaptive`][] $Q$ grows in blocks as long as that saves products
+    (Persson et al., 2022), for at most half of `max_k`; memory is that of `max_k`.
+
+    Cost: `k` products, $O(n k^2)$ operations, about `2.6 k` vectors of length n. Needs
+    `k >= 3`; for an error bar, `k >= 4`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (300, 10))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.HutchPlusPlusEstimator(), k=60, key=key)
+        # Exact up to rounding: the rank, 10, is below k / 3.
+        print(f"{solution.value / jnp.sum(x**2):.4f}")  # 1.0000
+        ```
+
+
+    ??? cite
+
+        ```bibtex
+        @inproceedings{meyer2021hutch,
+            author    = {Meyer, Raphael A. and Musco, Cameron and Musco, Christopher and
+                         Woodruff, David P.},
+            title     = {Hutch++: Optimal Stochastic Trace Estimation},
+            booktitle = {Symposium on Simplicity in Algorithms (SOSA)},
+            pages     = {142--155},
+            year      = {2021},
+        }
+
+        @article{persson2022improved,
+            author  = {Persson, David and Cortinovis, Alice and Kressner, Daniel},
+            title   = {Improved Variants of the {Hutch++} Algorithm for Trace Estimation},
+            journal = {SIAM Journal on Matrix Analysis and Applications},
+            volume  = {43},
+            number  = {3},
+            pages   = {1162--1185},
+            year    = {2022},
+        }
+        ```
+    """
+
+    sampler: AbstractSampler = SphereSampler()
+    improved: bool | None = eqx.field(static=True, default=None)
+    min_matvecs: ClassVar[int] = 3
+    semidefinite: ClassVar[bool] = False
+
+    def __check_init__(self):
+        check_resphering(self.sampler, self.improved)
+
+    def num_probes(self, k: int) -> int:
+        return k - k // 3
+
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
+        m = k // 3
+        g = k - 2 * m
+        resphered = is_resphered(self.sampler, self.improved)
+        products, scale = normalise(matmat(probes[:, :m]))
+        basis, _ = qr(products)
+        rest = probes[:, m:]
+        rest = rest - basis @ (basis.conj().T @ rest)
+        # Split by rows, some columns of the basis may be zero.
+        rank = jnp.sum(jnp.abs(basis) ** 2)
+        rest = rest * jnp.sqrt(resphering(probes[:, m:], rest, rank, resphered))
+        # Algorithm 1 of the paper: both traces from one more block of products.
+        directions = jnp.concatenate([basis, rest], axis=1)
+        images = matmat(directions) / scale
+        forms = jnp.sum(directions.conj() * images, axis=0)
+        samples = jnp.sum(forms[:m]) + forms[m:]
+        left = jnp.concatenate([basis, rest / g], axis=1)
+        return Sketch(
+            samples,
+            Moments.of(samples).std_err(),
+            (left, directions),
+            num_matvecs=k,
+            scale=scale,
+            magnitude=jnp.linalg.norm(products) / m**0.5,
+            expansion=lambda: Independent(
+                shared=(basis.T, images[:, :m].T),
+                own_pair=(rest.T, images[:, m:].T),
+                products=products.T / m**0.5,
+            ),
+        )
+
+    def probes_in_round(self, k: int) -> int:
+        return k // 2 * 2
+
+    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+        size = self.probes_in_round(k.round_size)
+        real = jnp.finfo(dtype).dtype
+        m = k.num_rounds * size
+        return _State(
+            basis=jnp.zeros((n, m // 2), dtype),
+            rest=jnp.zeros((n, m), dtype),
+            forms=jnp.zeros(m, dtype),
+            trace=jnp.zeros((), dtype),
+            rank=jnp.zeros((), real),
+            size=jnp.zeros((), real),
+            scale=jnp.ones((), real),
+            pilot=jnp.zeros((), dtype),
+            blocks=jnp.zeros((), jnp.int32),
+            deflating=jnp.full((), k.num_rounds > 1),
+        )
+
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: "_State",
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Adaptive,
+    ) -> "_State":
+        b = probes.shape[1] // 2
+        resphered = is_resphered(self.sampler, self.improved)
+
+        def deflate(state):
+            chosen = probes[:, :b]
+            products, scale = rescale(matmat(chosen), state.scale, state.blocks)
+            length = jnp.sqrt(inner_product(products, products).real)
+            size = jnp.maximum(state.size, length)
+            block = extend(state.basis, products, state.blocks, eps, size).block
+            images = matmat(block) / scale
+            basis = put(state.basis, block, state.blocks)
+            outside, _ = remove(basis, images, state.blocks + 1, b)
+            inner = block.conj().T @ images
+            # How much ||(I - QQ*) A (I - QQ*)||_F^2 falls by this block, for Hermitian A.
+            rest = inner_product(outside, outside).real
+            gain = 2 * rest + jnp.sum(jnp.abs(inner) ** 2)
+            pilot = state.pilot + inner_product(chosen, products) / b
+            # Compared with the products of one more block.
+            saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
+            room = (state.blocks + 1) * 2 < k.num_rounds
+            return dataclasses.replace(
+                state,
+                basis=basis,
+                trace=state.trace + jnp.sum(diagonal(inner)),
+                rank=state.rank + inner_product(block, block).real,
+                size=size,
+                scale=scale,
+                pilot=pilot,
+                blocks=state.blocks + 1,
+                deflating=(saved > 2 * b) & room,
+            )
+
+        def sample(state):
+            rest, _ = remove(state.basis, probes, state.blocks, b)
+            rest = rest * jnp.sqrt(resphering(probes, rest, state.rank, resphered))
+            images = matmat(rest) / state.scale
+            forms = jnp.sum(rest.conj() * images, axis=0)
+            # A single round has no block of the basis, whose products would say it.
+            size = two_norm(images) if k.num_rounds == 1 else state.size
+            return dataclasses.replace(
+                state,
+                size=size,
+                rest=put(state.rest, rest, rounds),
+                forms=put_rows(state.forms[:, None], forms[:, None], rounds)[:, 0],
+            )
+
+        return jax.lax.cond(state.deflating, deflate, sample, state)
+
+    def assess(
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+    ) -> Sketch:
+        size = self.probes_in_round(k.round_size)
+        index = jnp.arange(state.forms.shape[0])
+        valid = (index >= state.blocks * size) & (index < rounds * size)
+        samples = state.trace + state.forms
+        count = jnp.maximum((rounds - state.blocks) * size, 1)
+        left, right = (state.basis, state.rest / count), (state.basis, state.rest)
+        return Sketch(
+            samples,
+            Moments.of(samples, valid).std_err(),
+            by_round(left, right, k.num_rounds),
+            num_matvecs=rounds * size,
+            scale=state.scale,
+            magnitude=state.size / (size // 2) ** 0.5,
+            valid=valid,
+        )
+
+
+class _State(eqx.Module):
+    """`blocks` blocks of an orthonormal basis Q, and after them in order of the rounds
+    projected probes and their forms. `rank` is that of Q, and `trace` is tr(Q* A Q). In
+    units of `scale`."""
+
+    basis: Inexact[Array, "n p"]
+    rest: Inexact[Array, "n m"]
+    forms: Inexact[Array, " m"]
+    trace: Inexact[Array, ""]
+    rank: Real[Array, ""]
+    size: Real[Array, ""]  # of the products, for the rank
+    scale: Real[Array, ""]
+    pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimate from each
+    blocks: Int[Array, ""]
+    deflating: Bool[Array, ""]
+
+
+HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: distribution of the probes. Default is [`traceax.SphereSampler`][]. Where the
+    diagonal outweighs the rest, [`traceax.RademacherSampler`][] is better.
+- `improved`: whether to rescale the part of each probe outside the basis to the length
+    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. Default
+    is `None`: if the sampler is rotation invariant, as it has to be.
+
+**Raises:**
+
+`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+for `improved=True` with one that is not rotation invariant.
+"""

@@ -1,0 +1,1 @@
+"""Estimators of functions of operators."""

@@ -1,1 +1,0 @@
-"""Numerics on flat arrays: knows no operator, key or mesh."""

@@ -1,1 +1,0 @@
-"""Traces and products of functions of Hermitian operators."""

@@ -1,0 +1,1 @@
+"""Numerics on flat arrays, which know no operator, key or device."""

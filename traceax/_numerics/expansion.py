@@ -1,0 +1,292 @@
+"""Estimates of a whole operator from a sketch, from which any linear quantity is read.
+
+A *pair* of arrays `(left, image)`, each with vectors of length n as its rows, stands for
+the matrix of the sum over its rows of `image left*`. A sketch gives m estimates of the
+operator, each the sum of pairs that all share and of pairs of its own.
+"""
+
+import abc
+import functools as ft
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from .._core.moments import Moments
+from .._core.quantity import AbstractQuantity
+from .leave_one_out import Pairs, two
+
+
+Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
+
+# With how many others a probe is paired for a covariance, at most: with more, error bars
+# are at most 6% shorter and hold as often, at a price that grows with the square of k.
+_MET = 32
+
+
+class AbstractExpansion(eqx.Module):
+    """m estimates of an operator, as sums of pairs `left, image`: arrays of shape
+    `(r, n)`, which stand for the sum over their rows of `image left*`.
+
+    - `shared`: a pair that all estimates have in common.
+    - `shift`: a multiple of the identity that they have in common, too.
+    - `probes`: rows, one for each estimate, with `E[probe probe*] = I`, which stand for
+        the identity where a quantity depends on more than the diagonal. `None` if the
+        shift is zero.
+    - `products`: an array of shape `(p, n)` whose columns have about the norms of the
+        rows of the operator, or of the part of them that was seen.
+    """
+
+    shared: eqx.AbstractVar[Pair]
+    shift: eqx.AbstractVar[Real[Array, ""] | float]
+    probes: eqx.AbstractVar[Inexact[Array, "m n"] | None]
+    products: eqx.AbstractVar[Inexact[Array, "p n"]]
+
+    @abc.abstractmethod
+    def own(self) -> Sequence[Pair]:
+        """What estimates do not share.
+
+        **Returns:**
+
+        Pairs `left, image` of arrays of shape `(m, n)`, of which row j belongs to
+        estimate j. They are added up.
+        """
+
+    @abc.abstractmethod
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        """An unbiased estimate of the covariance of the quantity in two estimates.
+
+        **Arguments:**
+
+        - `quantity`: what is read from the estimates.
+        - `valid`: which estimates count, booleans of shape `(m,)`; `None` for all.
+
+        **Returns:**
+
+        A real array of the shape that the quantity reads, or 0.
+        """
+
+
+class Independent(AbstractExpansion):
+    """Estimates that are independent given what they share: row j of the pair `own_pair`,
+    arrays of shape `(m, n)`, is the sample of the remainder by probe j."""
+
+    shared: Pair
+    own_pair: tuple[Inexact[Array, "g n"], Inexact[Array, "g n"]]
+    products: Inexact[Array, "p n"]
+    shift: Real[Array, ""] | float = 0.0
+    probes: Inexact[Array, "g n"] | None = None
+
+    def own(self) -> Sequence[Pair]:
+        return [self.own_pair]
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        return 0.0
+
+
+class AbstractLeaveOneOut(AbstractExpansion):
+    """Estimates that share a basis, each with its own probe left out of it."""
+
+    @abc.abstractmethod
+    def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
+        """How estimates change when another probe is left out of them, too.
+
+        **Arguments:**
+
+        - `other`: for each estimate j the index of that probe, integers of shape `(m,)`.
+
+        **Returns:**
+
+        Pairs `left, image` of arrays of shape `(m, n)`, whose rows j add up to the change
+        of estimate j.
+        """
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        """See `leave_one_out.sample_covariance`. Meets pairs of probes by the distance
+        between their indices around a circle, the nearest ones: in the mean all pairs are
+        alike."""
+        m = len(self.own()[0][0])
+        index, count = jnp.arange(m), m if valid is None else jnp.sum(valid)
+        around = jnp.maximum(count, 1)
+
+        def add(distance, total):
+            ahead, behind = (index + distance) % around, (index - distance) % around
+            ours = _rows(quantity, self.changes(ahead))
+            product = ours * _rows(quantity, self.changes(behind))[ahead].conj()
+            # Pairs at opposite points of the circle are met twice.
+            weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
+            return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
+
+        zeros = jnp.zeros_like(_rows(quantity, self.own())[0].real)
+        farthest = jnp.minimum(count // 2, _MET // 2)
+        total = jax.lax.fori_loop(1, farthest + 1, add, zeros)
+        return total / jnp.maximum(count * jnp.minimum(count - 1, _MET), 1)
+
+
+def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
+    """The sum over the pairs of the quantity of each row."""
+    return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
+
+
+def _sum(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
+    """Their sum. That of long rows takes a reduction on CPU forty times as long as this
+    product."""
+    return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision="highest")
+
+
+class Reading(eqx.Module):
+    """The estimates of a quantity from several estimates of an operator, and their error.
+
+    - `samples`: the quantity of each estimate, if it is a scalar.
+    - `moments`: of the samples.
+    - `std_err`: the standard error of their mean.
+    - `magnitude`: what rounding errors are relative to.
+    - `extra`: entries for `Solution.stats`.
+    """
+
+    samples: Inexact[Array, " m"] | None
+    moments: Moments
+    std_err: Real[Array, "*q"]
+    magnitude: Real[Array, ""]
+    extra: dict[str, Array] = eqx.field(default_factory=dict)
+
+
+def read(
+    quantity: AbstractQuantity,
+    expansion: AbstractExpansion,
+    valid: Bool[Array, " m"] | None = None,
+    *,
+    skewed: bool,
+) -> Reading:
+    """The quantity of the estimates that are `valid`, which are the first ones, and may
+    be `skewed`."""
+    ones = jnp.ones_like(expansion.products[0])
+    common, own = _sum(_rows(quantity, [expansion.shared])), expansion.own()
+    if quantity.diagonal_only:
+        common = common + expansion.shift * quantity.read(ones, ones)
+    elif expansion.probes is not None:
+        own = [*own, (expansion.probes, expansion.shift * expansion.probes)]
+    samples = common + _rows(quantity, own)
+    moments = Moments.of(samples, valid, skewed=skewed)
+    covariance = _steady(expansion.covariance(quantity, valid), moments)
+    std_err = moments.std_err(covariance)
+    seen = _rows(quantity, [(expansion.products, expansion.products)])
+    # A basis is accurate to the roundoff of its columns, whatever the size of an entry.
+    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(seen))))
+    kept = samples if samples.ndim == 1 else None
+    return Reading(kept, moments, std_err, magnitude)
+
+
+def noise_gain(
+    quantity: AbstractQuantity,
+    probes: Inexact[Array, "m n"],
+    valid: Bool[Array, " m"] | None,
+) -> Real[Array, "*q"]:
+    """The standard deviation of the quantity of a matrix of independent entries of
+    variance one, estimated from pairs of independent probes."""
+    squares = jnp.abs(_rows(quantity, [(probes, jnp.roll(probes, 1, axis=0))])) ** 2
+    count = len(probes) if valid is None else jnp.maximum(jnp.sum(valid), 1)
+    return jnp.sqrt(jnp.sum(squares, axis=0) / count)
+
+
+def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
+    """A covariance with less noise. That of an entry alone is noisy, and the correlation
+    pooled over all entries is wrong where entries differ. So this is the pooled one or,
+    if larger, the mean of both; for a single entry it is the entry's own."""
+    variance = moments.count * moments.independent_std_err**2
+    variance = jnp.where(moments.count > 1, variance, 0)
+    covariance = jnp.asarray(covariance, variance.dtype)
+    total = jnp.sum(variance)
+    pooled = jnp.maximum(jnp.sum(covariance), 0) / jnp.where(total > 0, total, 1)
+    return jnp.maximum(pooled * variance, (covariance + pooled * variance) / 2)
+
+
+class OneSided(AbstractLeaveOneOut):
+    """Estimate j is, with `P_j = I - s_j s_j*`,
+
+        X P_j W* + X s_j (s_j* r_j) omega_j*,
+
+    the part of A in the range of a basis without probe j, and the rest by probe j:
+    `A omega_j = X r_j`.
+    Then X W* is shared, and `s_j` is the direction in which the coordinates `r_j` leave
+    those of the other probes (Epperly, Tropp and Webber, SIMAX 45, 2024, section 2.2).
+
+    - `images`, `lefts`: rows `X s_j` and `W s_j`.
+    - `residuals`: rows `conj(s_j* r_j) omega_j - W s_j`.
+    - `gram`: `S* S`.
+    - `dropped`: rows `omega_j` and what `X r_j` lacks of `A omega_j`, where X has less
+        than the rank of the products: too small to span a basis, and perhaps, in low
+        precision, most of the diagonal.
+    """
+
+    shared: Pair
+    images: Inexact[Array, "m n"]
+    lefts: Inexact[Array, "m n"]
+    residuals: Inexact[Array, "m n"]
+    gram: Inexact[Array, "m m"]
+    products: Inexact[Array, "p n"]
+    shift: Real[Array, ""] | float = 0.0
+    probes: Inexact[Array, "m n"] | None = None
+    dropped: tuple[Inexact[Array, "m n"], Inexact[Array, "m n"]] | None = None
+
+    def own(self) -> Sequence[Pair]:
+        pairs = [(self.residuals, self.images)]
+        return pairs if self.dropped is None else [*pairs, self.dropped]
+
+    def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
+        index = jnp.arange(len(other))
+        across = self.gram[index, other][:, None]  # s_j* s_i
+        det = Pairs.of(self.gram).det[index, other][:, None]
+        image = self.images[other] - across * self.images
+        left = self.lefts[other] + across * self.residuals
+        return [(-left / det, image)]
+
+    def covariance(
+        self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "*q"] | float:
+        if not quantity.entrywise:
+            return super().covariance(quantity, valid)
+        # Of the first probes, as in the mean all pairs are alike.
+        g = self.gram[:_MET, :_MET]
+        det, known = Pairs.of(g).det, jnp.ones(len(g), bool)
+        if valid is not None:
+            known = valid[:_MET]
+        # Of directions that are nearly the same all digits would cancel below.
+        used = two(known) & (det > jnp.finfo(det.dtype).eps ** 0.25)
+        w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
+        # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +
+        # G_ij e_j) (b_j + G_ij conj(e_i)), without an array for each pair of probes.
+        a, b, e = self.images[:_MET], self.lefts[:_MET], self.residuals[:_MET].conj()
+        size, g2 = jnp.abs(a) ** 2, jnp.abs(g) ** 2
+        terms = [
+            (a * b.conj(), w, a.conj() * b),
+            (2 * a, w * g, a.conj() * b * e),
+            (a * e.conj(), w * g**2, a.conj() * e),
+        ]
+        mirrored = [
+            (a.conj() * b.conj(), w * g.conj() ** 2, a * b),
+            (2 * a.conj(), w * g2 * g.conj(), a * b * e),
+            (a.conj() * e.conj(), w * g2**2, a * e),
+        ]
+        if jnp.iscomplexobj(g):
+            terms += mirrored
+        else:
+            both = zip(terms, mirrored, strict=True)
+            terms = [(x, one + other, y) for (x, one, y), (_, other, _) in both]
+        terms += [
+            (-2 * size * b.conj(), w * g.conj(), b),
+            (-2 * size, w * g2, e * b),
+            (-2 * size * e.conj(), w * g2 * g, e),
+        ]
+        alone = -2 * size * b * e * jnp.sum(w * g2, axis=1)[:, None]
+        total = _sum(alone.real)
+        total += sum(_sum((x * (mixed @ y)).real) for x, mixed, y in terms)
+        return total / jnp.maximum(jnp.sum(used), 1)

@@ -1,1 +1,0 @@
-"""Functions that make `lineax` operators, or tell something of one."""

@@ -1,0 +1,1 @@
+"""Operators that users make, and what lineax knows of theirs."""

@@ -1,0 +1,101 @@
+"""Log-determinants of operators whose structure gives them without a product."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, Real
+
+from .._core.flat import dtypes
+from .diagonal import diagonal_cost
+
+
+class SignLog(NamedTuple):
+    """`det A = sign * exp(log)`; for singular A sign 0 and log -inf."""
+
+    sign: Inexact[Array, ""]
+    log: Real[Array, ""]
+
+
+def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
+    """For diagonal, triangular, tridiagonal and identity operators, their multiples and
+    products, without a matrix-vector product; None for any other operator, such as a
+    product of rectangular ones."""
+    if operator.in_size() != operator.out_size():
+        return None
+    match operator:
+        case lx.TaggedLinearOperator() if inner := structured_log_det(operator.operator):
+            return inner
+        case lx.ComposedLinearOperator():
+            first = structured_log_det(operator.operator1)
+            second = structured_log_det(operator.operator2)
+            if first is None or second is None:
+                return None
+            return SignLog(first.sign * second.sign, first.log + second.log)
+        case lx.NegLinearOperator():
+            return _scaled(operator, -1.0, 1)
+        case lx.MulLinearOperator():
+            return _scaled(operator, operator.scalar, 1)
+        case lx.DivLinearOperator():
+            return _scaled(operator, operator.scalar, -1)
+    if diagonal_cost(operator) > 0:
+        return None
+    dtype, _ = dtypes(operator)
+    triangular = lx.is_lower_triangular(operator) or lx.is_upper_triangular(operator)
+    if triangular or lx.is_diagonal(operator):
+        return _product(lx.diagonal(operator).astype(dtype))
+    if lx.is_tridiagonal(operator):
+        return _continuant(*(each.astype(dtype) for each in lx.tridiagonal(operator)))
+    return None
+
+
+def _scaled(
+    operator: lx.NegLinearOperator | lx.MulLinearOperator | lx.DivLinearOperator,
+    factor: Any,
+    power: int,
+) -> SignLog | None:
+    """`det(c A) = c^n det A` for `operator = c A`, `c = factor ** power`."""
+    inner = structured_log_det(operator.operator)
+    if inner is None:
+        return None
+    n = operator.in_size()
+    factor = jnp.asarray(factor, inner.sign.dtype)
+    sign, log = _sign(factor), n * power * jnp.log(jnp.abs(factor))
+    return SignLog(inner.sign * sign ** (n * power), inner.log + log)
+
+
+def _product(entries: Inexact[Array, " n"]) -> SignLog:
+    return SignLog(jnp.prod(_sign(entries)), jnp.sum(jnp.log(jnp.abs(entries))))
+
+
+def _sign(x: Array) -> Array:
+    return jnp.where(x == 0, 0, x / jnp.where(x == 0, 1, jnp.abs(x)))
+
+
+def _continuant(
+    diagonal: Inexact[Array, " n"],
+    lower: Inexact[Array, " n-1"],
+    upper: Inexact[Array, " n-1"],
+) -> SignLog:
+    """The three-term recurrence of the leading minors, each pair scaled to stay finite:
+    backward stable, entry by entry, and without a division by a minor."""
+
+    def step(state, entries):
+        current, previous, log = state
+        d, product = entries
+        following = d * current - product * previous
+        size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(following), jnp.abs(current)))
+        size = jnp.where(size > 0, size, 1)
+        return (following / size, current / size, log + jnp.log(size)), None
+
+    # Rows are scaled to the size of one first, so that products of entries stay finite.
+    zero = jnp.zeros_like(diagonal[:1])
+    lower, upper = jnp.append(zero, lower), jnp.append(upper, zero)
+    rows = jnp.maximum(jnp.abs(diagonal), jnp.maximum(jnp.abs(lower), jnp.abs(upper)))
+    rows = jax.lax.stop_gradient(jnp.where(rows > 0, rows, 1))
+    diagonal, lower, upper = diagonal / rows, lower / rows, upper / rows
+    start = (diagonal[0], jnp.ones_like(diagonal[0]), jnp.zeros_like(rows[0]))
+    entries = (diagonal[1:], lower[1:] * upper[:-1])
+    (last, _, log), _ = jax.lax.scan(step, start, entries)
+    return SignLog(_sign(last), log + jnp.log(jnp.abs(last)) + jnp.sum(jnp.log(rows)))

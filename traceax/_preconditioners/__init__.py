@@ -1,0 +1,1 @@
+"""Preconditioners with known determinants."""

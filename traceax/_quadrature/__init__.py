@@ -1,0 +1,1 @@
+"""Functions of eigenvalues, and the quadrature rules that integrate them."""

@@ -1,0 +1,1 @@
+"""From a task to its answer: compiling, budgets, loops, devices, derivatives."""

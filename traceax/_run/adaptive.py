@@ -1,0 +1,319 @@
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
+
+from .._core.checks import (
+    check_flag,
+    known_number,
+    plain_integer,
+    real_scalar,
+    refuse_traced,
+)
+from .._core.quantiles import normal_quantile, student_quantile
+from .._numerics.dense import two_norm
+
+
+class Adaptive(eqx.Module):
+    r"""A budget that ends when the estimate is accurate enough: pass it as `k`.
+
+    Probes are added in rounds until, with the asked confidence, the error is below the
+    tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
+    |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. This is
+    the error of sampling; `std_err` counts rounding, too, of which it has an upper
+    estimate. For a value that is one number, a call where that is above four tolerances
+    fails, since no further sample would help; for one with several entries, look at
+    `std_err`. The loop is compiled once, whatever the data; the tolerances may be traced.
+
+    A test after every round stops a little early more often than late. The error bars
+    are cautious enough that the asked confidence still holds: see
+    [Stopping early](../adaptive.md#stopping-early) for measurements.
+
+    !!! Example
+
+        ```python
+        import jax
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 200))
+        operator = lx.MatrixLinearOperator(x @ x.T)
+        k = tx.Adaptive(rtol=0.02, max_k=400)
+        key = jax.random.key(1)
+        solution = tx.trace(operator, tx.HutchinsonEstimator(), k=k, key=key)
+        print(solution.value, "+-", solution.std_err, solution.stats["num_matvecs"])
+        ```
+
+
+    **Attributes:**
+
+    - `rtol`, `atol`: relative and absolute tolerance, real scalars.
+    - `max_k`: the largest budget, in the units of `k`: products for traces, diagonals,
+        Frobenius and row norms, divergences and Laplacians; products with f(A) for
+        [`traceax.diagonal_of_function`][]; probes for log-determinants, Schatten norms
+        and other traces of functions. Rounded down to whole rounds. Array shapes and
+        memory depend on it. If it is at least n and a round (or n and what the estimator
+        needs at least, if that is more), the call cannot run out of it: n units are kept
+        back for the exact answer. The estimate spends at most the others, and not more
+        than n. After that, or as soon as independent samples show that they would need
+        more than n further units, the exact answer is computed. To go on from a call that
+        kept nothing back, n more than its `max_k` do the same (or `2 n`, if that is
+        less).
+    - `confidence`: the probability with which the error is to be below the tolerance.
+    - `min_samples`: how many samples there are before the first test.
+    - `round_size`: how much of the budget a round spends, in the same units.
+    - `history`: whether `stats["history"]`, shape `(rounds, 3)`, has the budget spent,
+        in the units of `k`, the value and the standard error after each round that this
+        call made. Other rows are infinite, and so are entries of `stats` for samples that
+        were not made.
+    - `progress`: an `equinox` progress meter. It shows the fraction of the budget that
+        is spent, or the fraction of what reaching the tolerance will take at this rate,
+        whichever is larger.
+    - `callback`: a function that is called on the host after each round with the budget
+        spent, the value and the standard error, to print or to log them. It is static:
+        pass the same function again, since another one compiles anew. An exception in it
+        ends the run after that round, and the call raises it; inside `jax.jit` it is
+        printed, and the result is `RESULTS.interrupted`.
+    - `state`: `solution.state` of an earlier call, from which this one goes on.
+        Operator, estimator, key, `norm` and `round_size` must be the same, and `max_k`
+        not smaller. Numbers of steps and ranks that the data chose stay as they are.
+    - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
+        and standard error are compared with the tolerances, and reported by `history`
+        and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
+        `callback`.
+    - `exact_cost`: the cost of the exact answer, which is kept back beside `max_k`. Set
+        by calls, not by users.
+    - `cost`: how many units of the user's budget one unit of this budget costs. Set by
+        calls.
+    - `spent`: how many of these were spent before the first round, if any. Set by
+        estimators.
+    - `run`: a number by which a call finds what its `callback` raised. Set by calls.
+    """
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+    confidence: float = eqx.field(static=True)
+    min_samples: int = eqx.field(static=True)
+    round_size: int = eqx.field(static=True)
+    history: bool = eqx.field(static=True)
+    progress: eqxi.AbstractProgressMeter
+    callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
+    state: PyTree[Array]
+    norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
+    exact_cost: int | None = eqx.field(static=True)
+    cost: int = eqx.field(static=True)
+    spent: Int[Array, ""] | None
+    run: Int[Array, ""] | None
+
+    def __init__(
+        self,
+        *,
+        rtol: Scalar | float = 0.0,
+        atol: Scalar | float = 0.0,
+        max_k: int,
+        confidence: float = 0.95,
+        min_samples: int = 10,
+        round_size: int = 16,
+        history: bool = False,
+        progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
+        callback: Callable[[Any, Any, Any], None] | None = None,
+        state: PyTree[Array] = None,
+        norm: Callable[[PyTree], Scalar] = two_norm,
+        exact_cost: int | None = None,
+        cost: int = 1,
+        spent: Int[Array, ""] | None = None,
+        run: Int[Array, ""] | None = None,
+    ):
+        """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
+
+        **Raises:**
+
+        `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
+        and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
+        small. `TypeError` for a tolerance that is not a real scalar, for a `norm` that
+        is not a function of a PyTree to one, for a `history` that is not a bool, and for
+        a `progress` or a `callback` that is none.
+        """
+        self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
+        tolerances = {"rtol": known_number(rtol), "atol": known_number(atol)}
+        for name, value in tolerances.items():
+            if value is not None and not value >= 0:
+                raise ValueError(f"`{name}` must not be negative. Found {value!r}.")
+        if set(tolerances.values()) == {0}:
+            raise ValueError(
+                "`traceax.Adaptive` needs a tolerance. Found rtol=0 and atol=0. Pass, "
+                "for example, `rtol=1e-2`."
+            )
+        _check_integer("max_k", max_k, 1)
+        _check_integer("min_samples", min_samples, 4)
+        # A round is not larger than the budget.
+        _check_integer("round_size", round_size, min(2, int(max_k)))
+        real_scalar("confidence", confidence)
+        known = known_number(confidence)
+        # Its quantile is that of (1 + confidence) / 2, which rounds to 1 a little before.
+        if known is None or not 0 < known < (1 + known) / 2 < 1:
+            raise ValueError(
+                "`confidence` must be a known number between 0 and 1. Found "
+                f"{confidence!r}."
+            )
+        check_flag("history", history)
+        _check_reports(progress, callback)
+        _check_norm(norm)
+        self.max_k = int(max_k)
+        self.confidence = known
+        self.min_samples = int(min_samples)
+        self.round_size = min(int(round_size), int(max_k))
+        self.history = history
+        self.progress = progress
+        self.callback = callback
+        self.state = state
+        self.norm = norm
+        self.exact_cost = exact_cost
+        self.cost = cost
+        self.spent = spent
+        self.run = run
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds there are at most."""
+        return max(1, self.max_k // self.round_size)
+
+    @property
+    def least_streak(self) -> int:
+        """After how many rounds in a row the estimate must be good enough, to end a run:
+        as many as make 8 products. Where samples are added a few at a time, one of many
+        tests is easily passed by luck."""
+        return -(-8 // self.round_size)
+
+    def within(self, n: int, least: int = 0) -> "Adaptive":
+        """The same for an operator of size n, where n units of the budget are enough for
+        the exact answer. A budget for that and for a round besides, or the `least` one if
+        that is more, keeps n units back, and spends no more than n before it takes
+        them."""
+        spare = self.max_k - n
+        if spare < max(self.round_size, least):
+            return dataclasses.replace(self, max_k=min(self.max_k, n))
+        return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
+
+    def halved(self) -> "Adaptive":
+        """The same for an operator of which a product costs two."""
+        most, size = self.max_k // 2, max(2, self.round_size // 2)
+        return dataclasses.replace(self, max_k=most, round_size=size, cost=2)
+
+    def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
+        """What tolerances are compared with: a scalar itself, the norm of others."""
+        if eqx.is_array(tree) and tree.ndim == 0:
+            return tree
+        return self.norm(tree)
+
+    def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
+        """The largest error that is asked for, in the units of the value."""
+        # Any `rtol` of a value of zero is zero, an infinite one too.
+        relative = jnp.where(value == 0, 0, self.rtol * jnp.abs(value))
+        return jnp.maximum(self.atol, relative).astype(value.real.dtype)
+
+    def excess(
+        self,
+        value: Inexact[Array, ""],
+        std_err: Real[Array, ""],
+        count: Real[Array, ""],
+    ) -> Real[Array, ""]:
+        """The half-width of the confidence interval over the tolerance."""
+        tolerance = self.tolerance(value)
+        width = student_quantile(self.confidence, count - 1) * std_err
+        safe = jnp.where(tolerance > 0, tolerance, 1)
+        beyond = jnp.where(width > 0, jnp.inf, 0)
+        return jnp.where(tolerance > 0, width / safe, beyond)
+
+    def reachable(
+        self, value: Inexact[Array, ""], floor: Real[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Whether enough samples meet the tolerance where `floor` is the part of the
+        standard error that no sample makes smaller. It is an upper estimate, so that it
+        may be four times the tolerance."""
+        return floor <= 4 * self.tolerance(value)
+
+    def samples_saved(
+        self,
+        norm: Real[Array, ""],
+        value: Inexact[Array, ""],
+        scale: Real[Array, ""],
+    ) -> Real[Array, ""]:
+        """How many samples fewer are needed where the squared Frobenius norm of what is
+        sampled falls by `norm`, since the variance of a sample is twice that norm. Norm
+        and value are in units of `scale`."""
+        quantile = normal_quantile(self.confidence)
+        return 2 * norm * (quantile * scale / self.tolerance(scale * value)) ** 2
+
+    def satisfied(
+        self,
+        value: Inexact[Array, ""],
+        std_err: Real[Array, ""],
+        count: Real[Array, ""],
+    ) -> Bool[Array, ""]:
+        """Whether this is good enough, `count` the number of samples."""
+        enough = count >= self.min_samples
+        return enough & (self.excess(value, std_err, count) <= 1)
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    refuse_traced(name, value)
+    number = plain_integer(value)
+    if type(number) is not int or number < least:
+        raise ValueError(
+            f"`{name}` must be a Python integer, {least} or more. Found {value!r}."
+        )
+
+
+def _check_reports(progress: Any, callback: Any) -> None:
+    if not isinstance(progress, eqxi.AbstractProgressMeter):
+        raise TypeError(
+            f"`progress` must be a progress meter. Found {progress!r}. Pass, for "
+            "example, `equinox.internal.TextProgressMeter()`."
+        )
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            "`callback` must be a function of the budget spent, the value and the "
+            f"standard error, or None. Found {callback!r}."
+        )
+
+
+def _check_norm(norm: Any) -> None:
+    if callable(norm):
+        pair = tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (2, 3))
+        try:
+            found = eqx.filter_eval_shape(norm, pair)
+        except Exception as error:
+            raise TypeError(
+                f"`norm` must take a PyTree of arrays. Found {norm!r}, which raised "
+                f"{type(error).__name__} for a pair of vectors: {error}"
+            ) from error
+        is_array = isinstance(found, jax.ShapeDtypeStruct)
+        if is_array and found.shape == () and jnp.issubdtype(found.dtype, jnp.floating):
+            return
+        norm = f"a function that returns {found}"
+    raise TypeError(
+        "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
+        f"{norm}. Pass, for example, `optimistix.max_norm`."
+    )
+
+
+def one_round(k: int) -> Adaptive:
+    """A fixed budget, as one round."""
+    return Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2))
+
+
+def largest_budget(k: int | Adaptive) -> int:
+    return k.max_k if isinstance(k, Adaptive) else k
+
+
+def first_budget(k: int | Adaptive) -> int:
+    """That of the first round."""
+    return k.round_size if isinstance(k, Adaptive) else k
