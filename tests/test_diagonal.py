@@ -424,13 +424,6 @@ class OnlyTrace(tx.AbstractStreamingEstimator):
         return jnp.vdot(probe, mv(probe))
 
 
-class OnlyRun(tx.AbstractTraceEstimator):
-    min_matvecs = 1
-
-    def run(self, operator, k, key, execution):
-        raise AssertionError
-
-
 class Vector(OnlyTrace):
     def sample(self, mv, probe):
         return probe * mv(probe)
@@ -443,7 +436,6 @@ MISTAKES = {
         "cannot estimate this",
     ),
     "only a trace": ({"estimator": OnlyTrace()}, "`OnlyTrace` cannot estimate this"),
-    "only run": ({"estimator": OnlyRun()}, "`OnlyRun` cannot estimate this"),
     "a vector": ({"estimator": Vector()}, "`Vector.sample` must return a pair"),
     "k": ({"estimator": tx.XDiagEstimator(), "k": 1}, "needs at least k=2"),
     "k of Diag++": ({"estimator": tx.DiagPlusPlusEstimator(), "k": 2}, "at least k=3"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._core.flat import flatten
+from traceax._operators.door import flatten
 from traceax._run.execution import Local
 from traceax._run.loop import fold
 from traceax._run.solve import _hash

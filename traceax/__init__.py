@@ -47,7 +47,6 @@ from ._api.spectral_density import (
 from ._api.trace import trace as trace
 from ._api.trace_difference import trace_difference as trace_difference
 from ._api.trace_of_function import trace_of_function as trace_of_function
-from ._core.flat import hermitian_tag as hermitian_tag
 from ._core.results import RESULTS as RESULTS
 from ._core.sampler import (
     AbstractSampler as AbstractSampler,
@@ -63,6 +62,7 @@ from ._estimators.auto import (
 )
 from ._estimators.auto_diagonal import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._estimators.base import (
+    AbstractEstimator as AbstractEstimator,
     AbstractStreamingEstimator as AbstractStreamingEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
@@ -101,6 +101,7 @@ from ._operators.curvature import (
     jacobian_gram as jacobian_gram,
 )
 from ._operators.data_gram import data_gram as data_gram
+from ._operators.tags import hermitian_tag as hermitian_tag
 from ._preconditioners.auto import AutoPreconditioner as AutoPreconditioner
 from ._preconditioners.base import (
     AbstractPreconditioner as AbstractPreconditioner,

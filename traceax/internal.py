@@ -5,7 +5,7 @@ They may change between minor releases.
 
 from ._api.measure import measure as measure
 from ._core.arithmetic import full_precision as full_precision
-from ._core.flat import FlatOperator as FlatOperator, flatten as flatten
+from ._core.flat import FlatOperator as FlatOperator
 from ._core.moments import Moments as Moments
 from ._core.quantity import (
     AbstractQuantity as AbstractQuantity,
@@ -28,6 +28,7 @@ from ._numerics.expansion import (
     Independent as Independent,
     OneSided as OneSided,
 )
+from ._operators.door import flatten as flatten
 from ._quadrature.quadratic_form import QuadraticForm as QuadraticForm
 from ._run.gradient import (
     AbstractFrame as AbstractFrame,

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import operator_first
 from .._core.quantity import Diagonal, LeafTraces
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
+from .._operators.checks import operator_first
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
@@ -20,7 +20,7 @@ from .measure import measure
 @operator_first
 def diagonal(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
@@ -88,7 +88,7 @@ def diagonal(
 @operator_first
 def leaf_traces(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
@@ -138,7 +138,7 @@ def leaf_traces(
 
 def jacobi_preconditioner(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,

@@ -7,19 +7,21 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.checks import check_hermitian, check_instance, check_is_operator
-from .._core.flat import dtypes, flatten, freeze, hermitian_tag, unflatten
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator, freeze
 from .._core.quantity import AbstractQuantity, Diagonal, Shifted
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
 from .._functions.function_of import Action, check_of_eigenvalues
 from .._functions.matrix_diagonal import exact_diagonal_of_function
 from .._functions.products import Between, BeyondOne, Look
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
+from .._operators.checks import check_hermitian
+from .._operators.door import enter, Facts
 from .._preconditioners.base import AbstractPreconditioner, check_size
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
@@ -51,7 +53,7 @@ _HIDDEN = {True: 0.03, False: 0.003}
 class _DiagonalOfFunction(AbstractTask):
     """An estimator of the diagonal of a function, with the settings of one call."""
 
-    estimator: AbstractTraceEstimator
+    estimator: AbstractEstimator
     quantity: AbstractQuantity
     function: AbstractSpectralFunction
     num_steps: int | AdaptiveSteps
@@ -69,23 +71,22 @@ class _DiagonalOfFunction(AbstractTask):
     def fallback(self) -> str:
         return self.estimator.fallback
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        return exact_diagonal_of_function(flatten(operator), self.function, execution)
+        return exact_diagonal_of_function(operator, self.function, execution)
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, function, outer = flatten(operator), self.function, self.preconditioner
-        outer = freeze(outer)
+        flat, function, outer = operator, self.function, freeze(self.preconditioner)
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
@@ -104,12 +105,8 @@ class _DiagonalOfFunction(AbstractTask):
         if adaptive:
             product = product.after(jnp.asarray(steps.made))
             spent = spent + steps.spent
-        real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
-        tags = [lx.symmetric_tag if real else hermitian_tag]
-        if function.nonnegative:
-            tags.append(lx.positive_semidefinite_tag)
-        structure = operator.in_structure()
-        of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
+        sign = 1 if function.nonnegative else 0
+        of_function = dataclasses.replace(flat, fn=product, hermitian=True, sign=sign)
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
@@ -225,7 +222,7 @@ class _DiagonalOfFunction(AbstractTask):
 def diagonal_of_function(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction | Callable[[Any], Any],
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
@@ -327,24 +324,22 @@ def diagonal_of_function(
         [`traceax.AdaptiveSteps`][] allows leave an error larger than the tolerance, or
         than the standard error of `k` random signs.
     """
-    check_is_operator(operator, second=function)
+    entered = enter(operator, second=function)
     check_hermitian(operator)
-    check_instance(
-        "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"
-    )
-    num_steps = check_steps(num_steps, operator.in_size())
-    function = as_spectral_function(function, dtypes(operator)[0])
+    check_instance("estimator", estimator, AbstractEstimator, "AutoDiagonalEstimator()")
+    num_steps = check_steps(num_steps, entered.size)
+    function = as_spectral_function(function, entered.flat.dtype)
     check_of_eigenvalues(function)
     if preconditioner is not None:
         _check_preconditioner(preconditioner, operator, function)
     task = _DiagonalOfFunction(
         estimator=estimator,
-        quantity=Diagonal.of(operator),
+        quantity=Diagonal.of(entered.structure),
         function=function,
         num_steps=num_steps,
         preconditioner=preconditioner,
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
 
 
 def _check_preconditioner(

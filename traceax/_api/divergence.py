@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from .._core.checks import check_point
 from .._core.solution import Solution
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -23,7 +23,7 @@ _Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
 def divergence(
     fn: Callable[[_Point], _Point],
     x: _Point,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,

@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_is_operator, check_key, check_positive
-from .._core.flat import (
-    dtypes,
-    FlatOperator,
-    flatten,
-    freeze,
-    from_flat,
-    is_complex,
-    to_flat,
-)
+from .._core.checks import check_key, check_positive
+from .._core.flat import FlatOperator, freeze, from_flat, to_flat
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
@@ -29,6 +21,9 @@ from .._functions.preconditioned import check_preconditioner
 from .._functions.slq import SLQEstimator
 from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import unit as unit_of
+from .._operators.checks import check_is_operator
+from .._operators.door import flatten
+from .._operators.tags import dtypes, is_complex
 from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._run.adaptive import Adaptive
 from .._run.call import call

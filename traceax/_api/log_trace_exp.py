@@ -7,8 +7,8 @@ import lineax as lx
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
-from .._core.checks import check_hermitian, check_instance, check_is_operator, real_scalar
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance, real_scalar
+from .._core.flat import FlatOperator
 from .._core.moments import LogMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
@@ -19,6 +19,8 @@ from .._krylov.lanczos import Lanczos
 from .._krylov.lanczos_recurrence import lanczos_run
 from .._numerics.dense import eigh
 from .._numerics.gram_schmidt import unit
+from .._operators.checks import check_hermitian
+from .._operators.door import enter, Facts
 from .._quadrature.quadratic_form import span
 from .._quadrature.tridiagonal import apply_to_first, ritz
 from .._run.adaptive import Adaptive
@@ -116,21 +118,20 @@ class _LogTraceExp(AbstractTask):
     def fallback(self) -> str:
         return self.name
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        flat = flatten(operator)
-        eye = jnp.eye(flat.size, dtype=flat.dtype)
-        matrix = execution.matmat(flat.frozen, eye)
+        eye = jnp.eye(operator.size, dtype=operator.dtype)
+        matrix = execution.matmat(operator.frozen, eye)
         nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
         scale = self.scale.astype(nodes.dtype)
         value = logsumexp(scale * nodes)
         slopes = scale * jnp.exp(scale * nodes - value)
         left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
-        value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
+        value = attach(operator, value, FirstOrderFrame(left, eye), execution=execution)
         zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
         size = _magnitude(scale, extremes) + jnp.abs(value)
         change = float(jnp.finfo(nodes.dtype).eps) * size
@@ -138,7 +139,7 @@ class _LogTraceExp(AbstractTask):
             value=value,
             std_err=zero,
             samples=value[None],
-            num_matvecs=flat.size,
+            num_matvecs=operator.size,
             rounding=0.0,
             extra={
                 "gradient_residual": zero[None],
@@ -151,12 +152,12 @@ class _LogTraceExp(AbstractTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = flatten(operator)
+        flat = operator
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
         krylov = self.krylov
 
@@ -387,9 +388,9 @@ def log_trace_exp(
         }
         ```
     """
-    check_is_operator(operator)
+    entered = enter(operator)
     check_hermitian(operator)
-    num_steps = check_steps(num_steps, operator.in_size())
+    num_steps = check_steps(num_steps, entered.size)
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
     task = _LogTraceExp(
         scale=real_scalar("scale", scale),
@@ -397,4 +398,4 @@ def log_trace_exp(
         sampler=sampler,
         krylov=Lanczos(window),
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)

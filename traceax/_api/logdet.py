@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import exact_trace_of_function
@@ -16,7 +16,8 @@ from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
-from .._operators.determinant import SignLog, structured_log_det
+from .._operators.determinant import SignLog
+from .._operators.door import enter, Facts
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
@@ -33,9 +34,15 @@ class _LogDet(AbstractFunctionTask):
     gradient: AbstractFunctionGradient
     num_steps: int | AdaptiveSteps
 
+    def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
+        return operator.size if facts.determinant is None else 0
+
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
+        if facts.determinant is not None:
+            return _from_structure(facts.determinant)
+
         def dense(flat, function):
             return exact_trace_of_function(flat, function, self.gradient, execution)
 
@@ -43,7 +50,7 @@ class _LogDet(AbstractFunctionTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -63,20 +70,18 @@ class _LogDet(AbstractFunctionTask):
 
 
 def _with_sign(
-    operator: lx.AbstractLinearOperator,
+    operator: FlatOperator,
     sum_of: Callable[[FlatOperator, AbstractSpectralFunction], Estimate],
 ) -> Estimate:
-    """The estimate of `log |det A|`, as a sum over the spectrum where the structure of
-    the operator does not tell it, and the sign where that is known."""
-    if (determinant := structured_log_det(operator)) is not None:
-        return _from_structure(determinant)
-    if lx.is_positive_semidefinite(operator):
-        sign, estimate = 1.0, sum_of(flatten(operator), Log())
-    elif lx.is_negative_semidefinite(operator):
-        sign = (-1.0) ** operator.in_size()
-        estimate = sum_of(flatten(-operator), Log())
+    """The estimate of `log |det A|`, as a sum over the spectrum, and the sign where that
+    is known."""
+    if operator.sign > 0:
+        sign, estimate = 1.0, sum_of(operator, Log())
+    elif operator.sign < 0:
+        sign = (-1.0) ** operator.size
+        estimate = sum_of(operator.negated, Log())
     else:
-        return _singular_if_zero(sum_of(flatten(operator), SingularLog()))
+        return _singular_if_zero(sum_of(operator, SingularLog()))
     extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
     return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
 
@@ -221,12 +226,12 @@ def logdet(
         many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
         for the exact answer; a product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator, second=estimator)
+    entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
     task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._core.checks import check_instance, operator_first
+from .._core.checks import check_instance
 from .._core.quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
 from .._core.solution import Solution
-from .._estimators.base import AbstractTraceEstimator, Measurement
+from .._estimators.base import AbstractEstimator, Measurement
 from .._estimators.hutchinson import HutchinsonEstimator
+from .._operators.checks import operator_first
+from .._operators.door import enter
 from .._operators.stacked import stacked
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -20,7 +22,7 @@ from .measure import measure
 @operator_first
 def frobenius_norm(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
@@ -77,7 +79,7 @@ def frobenius_norm(
 @operator_first
 def row_norms(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
@@ -134,7 +136,7 @@ def row_norms(
 
 def frobenius_products(
     operators: Sequence[lx.AbstractLinearOperator],
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
@@ -205,10 +207,10 @@ def frobenius_products(
             f"Found an object of type {type(operators).__name__}, empty or no list. "
             "Pass, for example, `[first, second]`."
         )
-    check_instance(
-        "estimator", estimator, AbstractTraceEstimator, "HutchinsonEstimator()"
-    )
+    check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
     stack = stacked({f"operators[{i}]": each for i, each in enumerate(operators)})
     quantity = FrobeniusProducts(len(operators))
     task = Measurement(estimator=estimator, quantity=quantity)
-    return solve(task, stack, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, enter(stack, square=False), k=k, key=key, execution=execution, throw=throw
+    )

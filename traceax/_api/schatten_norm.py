@@ -8,17 +8,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray, Real
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import FlatOperator, flatten, needing_adjoint
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator, needing_adjoint
+from .._core.jax_interfaces import Tracer
 from .._core.quantity import SchattenNorm
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import exact_trace_of_function
 from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
 from .._functions.gradients import LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._operators.checks import check_is_operator
+from .._operators.door import enter, Facts
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -36,22 +38,20 @@ class _Schatten(AbstractFunctionTask):
     quantity: SchattenNorm = eqx.field(kw_only=True)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        flat, gradient = flatten(operator), LanczosGradient()
-        estimate = exact_trace_of_function(flat, self.function, gradient, execution)
-        return self._checked(flat, estimate)
+        settings = self.function, LanczosGradient(), execution
+        return self._checked(operator, exact_trace_of_function(operator, *settings))
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = flatten(operator)
         estimate = self.estimator.run(
-            flat,
+            operator,
             self.function,
             LanczosGradient(),
             quantity=self.quantity,
@@ -60,16 +60,16 @@ class _Schatten(AbstractFunctionTask):
             key=key,
             execution=execution,
         )
-        return self._checked(flat, estimate)
+        return self._checked(operator, estimate)
 
-    def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
+    def _checked(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, infinite where it underflowed, with a derivative of NaN where the
         norm has none, and with an error of the lower bound that is one downward."""
         smallest, largest = estimate.extra["ritz_values"]
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
         if self.function.exponent < 1:
-            roundoff = flat.rounding * largest
+            roundoff = operator.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
         estimate = dataclasses.replace(estimate, value=value)
         return estimate.map_bounds(
@@ -208,7 +208,9 @@ def schatten_norm(
         num_steps=num_steps,
         quantity=SchattenNorm(p),
     )
-    return solve(task, tall, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, enter(tall, square=False), k=k, key=key, execution=execution, throw=throw
+    )
 
 
 def _check_power(p: Any) -> float:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._core.checks import operator_first
 from .._core.quantity import Trace
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
+from .._operators.checks import operator_first
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
@@ -16,7 +16,7 @@ from .measure import measure
 @operator_first
 def trace(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,

@@ -10,7 +10,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._core.checks import check_instance
-from .._core.flat import dtypes, FlatOperator, flatten, is_hermitian
+from .._core.flat import FlatOperator
 from .._core.results import first_failure
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
@@ -23,7 +23,9 @@ from .._functions.preconditioned import (
 )
 from .._functions.slq import SLQEstimator
 from .._krylov.difference import Difference, unstack
+from .._operators.door import enter, Facts
 from .._operators.stacked import stacked
+from .._operators.tags import is_hermitian
 from .._preconditioners.base import AbstractPreconditioning, Congruence
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
@@ -43,16 +45,16 @@ class _TraceDifference(AbstractFunctionTask):
     preconditioner: AbstractPreconditioning | None
     hermitian: bool = eqx.field(static=True)
 
-    def _flat(self, operator: lx.AbstractLinearOperator) -> FlatOperator:
-        return dataclasses.replace(flatten(operator), hermitian=self.hermitian)
+    def _both(self, operator: FlatOperator) -> FlatOperator:
+        return dataclasses.replace(operator, hermitian=self.hermitian)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         settings = self.function, LanczosGradient(), execution
         a, b = (
             exact_trace_of_function(each, *settings)
-            for each in unstack(self._flat(operator))
+            for each in unstack(self._both(operator))
         )
         assert a.bounds is not None
         assert b.bounds is not None
@@ -72,12 +74,12 @@ class _TraceDifference(AbstractFunctionTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, estimator, spent = self._flat(operator), self.estimator, 0
+        flat, estimator, spent = self._both(operator), self.estimator, 0
         prepared = None
         call: dict[str, Any] = {"k": k, "num_steps": self.num_steps}
         call |= {"key": key, "execution": execution}
@@ -171,12 +173,13 @@ def trace_difference(
     `ValueError` where structures differ.
     """
     both = stacked({"operator": operator, "other": other})
-    num_steps = check_steps(num_steps, operator.in_size())
+    entered = enter(both, square=False)
+    num_steps = check_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
     hermitian = is_hermitian(operator) and is_hermitian(other)
-    function = as_spectral_function(function, dtypes(operator)[0], hermitian=hermitian)
+    function = as_spectral_function(function, entered.flat.dtype, hermitian=hermitian)
     task = _TraceDifference(
         estimator=estimator,
         function=function,
@@ -184,4 +187,4 @@ def trace_difference(
         preconditioner=preconditioner,
         hermitian=hermitian,
     )
-    return solve(task, both, k=k, key=key, execution=execution, throw=throw)
+    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)

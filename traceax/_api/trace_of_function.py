@@ -6,13 +6,14 @@ from typing import Any
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import dtypes, flatten, is_hermitian
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import exact_trace_of_function
 from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._operators.door import enter, Facts
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive
@@ -29,24 +30,23 @@ class _TraceOfFunction(AbstractFunctionTask):
     gradient: AbstractFunctionGradient
     num_steps: int | AdaptiveSteps
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
-        return exact_limit(self.num_steps, orthogonal=is_hermitian(operator))
+    def exact_limit(self, operator: FlatOperator) -> int:
+        return exact_limit(self.num_steps, orthogonal=operator.hermitian)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        flat = flatten(operator)
-        return exact_trace_of_function(flat, self.function, self.gradient, execution)
+        return exact_trace_of_function(operator, self.function, self.gradient, execution)
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
         return self.estimator.run(
-            flatten(operator),
+            operator,
             self.function,
             self.gradient,
             k=k,
@@ -139,13 +139,13 @@ def trace_of_function(
         as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
         large for the exact answer; a product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator, second=function)
+    entered = enter(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    dtype, hermitian = dtypes(operator)[0], is_hermitian(operator)
-    function = as_spectral_function(function, dtype, hermitian=hermitian)
+    flat = entered.flat
+    function = as_spectral_function(function, flat.dtype, hermitian=flat.hermitian)
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)

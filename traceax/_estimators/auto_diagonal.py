@@ -5,18 +5,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
+from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
 from .._numerics.expansion import OneSided, Pair
 from .._run.adaptive import Adaptive, first_budget, one_round
-from .._run.exact import exact_cost
 from .._run.execution import AbstractExecution
-from .base import AbstractQuantityEstimator, AbstractTraceEstimator
-from .exact import ExactTraceEstimator
+from .base import AbstractEstimator
 from .growing import by_round
 from .hutchinson import HutchinsonEstimator
 from .sketch import Sketch
@@ -24,7 +22,7 @@ from .xdiag import XDiagEstimator
 from .xnysdiag import XNysDiagEstimator
 
 
-class AutoDiagonalEstimator(AbstractQuantityEstimator):
+class AutoDiagonalEstimator(AbstractEstimator):
     r"""Picks an estimator of the diagonal from the operator's tags, the budget and, while
     running, from the first products.
 
@@ -69,28 +67,25 @@ class AutoDiagonalEstimator(AbstractQuantityEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
+    takes_known_diagonal: ClassVar[bool] = True
 
     def measure(
         self,
         quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        chosen = _estimator_for(quantity, operator, k)
+        chosen = _estimator_for(operator.sign, k)
         return chosen.measure(quantity, operator, k, key, execution)
 
 
 AutoDiagonalEstimator.__init__.__doc__ = "**Arguments:** none."
 
 
-def _estimator_for(
-    quantity: AbstractQuantity, operator: lx.AbstractLinearOperator, k: int | Adaptive
-) -> AbstractTraceEstimator:
-    if exact_cost(quantity, operator) <= first_budget(k):
-        return ExactTraceEstimator()
-    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+def _estimator_for(sign: int, k: int | Adaptive) -> AbstractEstimator:
+    if sign != 0:
         return _XNysDiagOrSigns()
     # One pair of products has no variance to compare; a loop goes on to more of them.
     least = XDiagEstimator.min_matvecs if isinstance(k, Adaptive) else 4

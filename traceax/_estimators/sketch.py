@@ -5,12 +5,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator, flatten, is_hermitian
+from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
@@ -21,7 +20,7 @@ from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, Frame, read_by
 from .._run.loop import LoopResult, sum_over_rounds
-from .base import AbstractQuantityEstimator, is_skewed, refusal
+from .base import AbstractEstimator, is_skewed, refusal
 
 
 class Sketch(eqx.Module):
@@ -85,7 +84,7 @@ class Sketch(eqx.Module):
     noise: Real[Array, ""] | float = 0.0
 
 
-class AbstractSketchEstimator(AbstractQuantityEstimator):
+class AbstractSketchEstimator(AbstractEstimator):
     """An estimator that takes its probes together. It holds arrays of shape `(n, m)`, for
     m probes.
 
@@ -169,20 +168,19 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
     def measure(
         self,
         quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
+        operator: FlatOperator,
         k: int | Adaptive,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        negative = self.semidefinite and _is_negative(operator, type(self).__name__)
-        sign = -1 if negative else 1
-        hermitian = is_hermitian(operator)
-        flat = flatten(-operator if negative else operator)
-
+        if self.semidefinite and operator.sign == 0:
+            raise _no_tag(type(self).__name__)
+        sign = -1 if self.semidefinite and operator.sign < 0 else 1
+        flat = operator if sign == 1 else operator.negated
         frozen = flat.frozen  # once, before any loop
 
         def product(x, adjoint=False):
-            return execution.matmat(frozen, x, adjoint=adjoint and not hermitian)
+            return execution.matmat(frozen, x, adjoint=adjoint and not flat.hermitian)
 
         with full_precision(product) as matmat:
             if isinstance(k, Adaptive):
@@ -274,14 +272,10 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         )
 
 
-def _is_negative(operator: lx.AbstractLinearOperator, name: str) -> bool:
-    if lx.is_positive_semidefinite(operator):
-        return False
-    if lx.is_negative_semidefinite(operator):
-        return True
-    raise ValueError(
+def _no_tag(name: str) -> ValueError:
+    return ValueError(
         f"`{name}` needs an operator tagged as positive or negative semidefinite. Found "
-        f"`operator` of type {type(operator).__name__} without the tag. If it is "
-        "semidefinite, say so: `lineax.TaggedLinearOperator(operator, "
-        "lineax.positive_semidefinite_tag)`; if not, use `traceax.XTraceEstimator`."
+        "`operator` without the tag. If it is semidefinite, say so: "
+        "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`; if "
+        "not, use `traceax.XTraceEstimator`."
     )

@@ -2,7 +2,6 @@ import abc
 from typing import ClassVar
 
 import equinox as eqx
-import lineax as lx
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._core.flat import FlatOperator
@@ -131,7 +130,7 @@ class AbstractFunctionTask(AbstractTask):
     def fallback(self) -> str:
         return "SLQEstimator"
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
 

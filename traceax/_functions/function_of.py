@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-from .._core.checks import check_hermitian, check_is_operator, check_positive
-from .._core.flat import FlatOperator, flatten, hermitian_tag, unflatten
+from .._core.checks import check_positive
+from .._core.flat import FlatOperator
 from .._krylov.lanczos_recurrence import (
     Lanczos,
     lanczos_advance,
@@ -18,6 +18,9 @@ from .._krylov.lanczos_recurrence import (
 )
 from .._numerics.dense import eigh, two_norm
 from .._numerics.frechet import divided_differences
+from .._operators.checks import check_hermitian, check_is_operator
+from .._operators.door import flatten, unflatten
+from .._operators.tags import hermitian_tag
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import outside_domain, slopes_at, values_at

@@ -10,8 +10,9 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.arithmetic import standard_promotion
-from .._core.flat import FlatOperator, unflatten
+from .._core.flat import FlatOperator
 from .._core.results import RESULTS
+from .._operators.door import unflatten
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, Frame

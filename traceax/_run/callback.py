@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from .._core.jax_interfaces import Tracer
 from .adaptive import Adaptive
 
 
