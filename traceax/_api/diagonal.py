@@ -24,6 +24,7 @@ def diagonal(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -58,6 +59,7 @@ def diagonal(
         made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
         tolerance, in the norm `traceax.Adaptive(norm=...)`.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `state`: as for [`traceax.trace`][].
     - `execution`: where and how many at a time products are made.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
@@ -81,7 +83,8 @@ def diagonal(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(Diagonal.of, operator, estimator, **settings)
 
 
@@ -92,6 +95,7 @@ def leaf_traces(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -115,7 +119,8 @@ def leaf_traces(
 
     **Arguments:**
 
-    - `operator`, `estimator`, `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `operator`, `estimator`, `key`, `state`, `execution`, `throw`: as for
+        [`traceax.trace`][].
     - `k`: likewise; with [`traceax.Adaptive`][] the errors of all traces together are
         compared with the tolerance, in the norm `traceax.Adaptive(norm=...)`.
 
@@ -132,7 +137,8 @@ def leaf_traces(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate traces of leaves.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(LeafTraces.of, operator, estimator, **settings)
 
 
@@ -142,6 +148,7 @@ def jacobi_preconditioner(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> lx.AbstractLinearOperator:
@@ -173,7 +180,8 @@ def jacobi_preconditioner(
 
     - `operator`: as for [`traceax.diagonal`][]; positive (or negative) semidefinite, or
         the preconditioner is of little use.
-    - `estimator`, `k`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
+    - `estimator`, `k`, `key`, `state`, `execution`, `throw`: as for
+        [`traceax.diagonal`][].
 
     **Returns:**
 
@@ -189,7 +197,8 @@ def jacobi_preconditioner(
 
     Errors as [`traceax.diagonal`][].
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     solution = diagonal(operator, estimator, **settings)
 
     structure = operator.in_structure()

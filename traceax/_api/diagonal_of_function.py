@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator, freeze
@@ -27,6 +27,7 @@ from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
 from .._quadrature.quadratic_form import check_domain, how_outside
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 from .._run.steps import (
@@ -82,7 +83,7 @@ class _DiagonalOfFunction(AbstractTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -140,7 +141,7 @@ class _DiagonalOfFunction(AbstractTask):
         }
         unresolved, wide = 0.0, None
         if adaptive:
-            settled = jax.lax.stop_gradient(value) if isinstance(k, Adaptive) else None
+            settled = jax.lax.stop_gradient(value) if isinstance(k, Budget) else None
             missed = ~(self._excess(look, probe, k, mean, flat.rounding, settled) <= 1)
             wide = failure(missed, RESULTS.too_few_steps)
             # Of a call that fails the bar is that of sampling.
@@ -161,7 +162,7 @@ class _DiagonalOfFunction(AbstractTask):
         product: Between,
         probe: Inexact[Array, " n"],
         known: Inexact[Array, ""],
-        k: int | Adaptive,
+        k: int | Budget,
         execution: AbstractExecution,
     ) -> Int[Array, ""]:
         """So many steps that the error of truncation is a share of the target: of the
@@ -184,7 +185,7 @@ class _DiagonalOfFunction(AbstractTask):
         self,
         look: Look,
         probe: Inexact[Array, " n"],
-        k: int | Adaptive,
+        k: int | Budget,
         known: Inexact[Array, ""],
         rounding: float,
         value: Inexact[Array, " n"] | None = None,
@@ -192,7 +193,7 @@ class _DiagonalOfFunction(AbstractTask):
         """The error of truncation over the target, which for a tolerance is relative to
         the `value`, if there is one."""
         mean = jnp.vdot(probe, look.product, precision="highest") / probe.size
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             value = jnp.full_like(look.product, mean + known) if value is None else value
             aimed = self._tolerance(k, value)
         else:
@@ -203,20 +204,20 @@ class _DiagonalOfFunction(AbstractTask):
         error = jnp.maximum(error, worst / 10) + jnp.max(look.beyond)
         return excess(error, aimed)
 
-    def _tolerance(self, k: Adaptive, value: Inexact[Array, " n"]) -> Real[Array, ""]:
+    def _tolerance(self, k: Budget, value: Inexact[Array, " n"]) -> Real[Array, ""]:
         """What errors of all entries may be, if they are alike."""
         size, one = (self._norm(k, x) for x in (value, jnp.ones_like(value)))
-        return k.tolerance(size) / one.real
+        return k.rule.tolerance(size) / one.real
 
-    def _size(self, k: int | Adaptive, errors: Real[Array, " n"]) -> Real[Array, ""]:
+    def _size(self, k: int | Budget, errors: Real[Array, " n"]) -> Real[Array, ""]:
         """The error of an entry, if all were alike: in the norm of an adaptive budget, or
         else the root mean square."""
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             return self._norm(k, errors) / self._norm(k, jnp.ones_like(errors))
         return _mean_size(errors)
 
-    def _norm(self, k: Adaptive, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
-        return k.size(self.quantity.present(entries, entries)[0])
+    def _norm(self, k: Budget, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
+        return k.rule.size(self.quantity.present(entries, entries)[0])
 
 
 def diagonal_of_function(
@@ -227,6 +228,7 @@ def diagonal_of_function(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioner | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -273,7 +275,7 @@ def diagonal_of_function(
     **Arguments:**
 
     - `operator`, `function`: as for [`traceax.function_of`][].
-    - `estimator`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
+    - `estimator`, `key`, `state`, `execution`, `throw`: as for [`traceax.diagonal`][].
     - `k`: the number of products with $f(A)$, a Python integer or
         [`traceax.Adaptive`][]. With `k >= n` the answer is exact, from n products with
         `operator` and a dense factorisation.
@@ -339,7 +341,9 @@ def diagonal_of_function(
         num_steps=num_steps,
         preconditioner=preconditioner,
     )
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )
 
 
 def _check_preconditioner(

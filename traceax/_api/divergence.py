@@ -27,6 +27,7 @@ def divergence(
     *,
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> tuple[_Point, Solution]:
@@ -64,8 +65,8 @@ def divergence(
     - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
     - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
         divergence, by n products.
-    - `key`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes fixed
-        along a path, as an integrator of high order needs, pass the same key.
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes
+        fixed along a path, as an integrator of high order needs, pass the same key.
 
     **Returns:**
 
@@ -101,7 +102,7 @@ def divergence(
             f"{found} for {structure}."
         )
     transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
-    settings = {"key": key, "execution": execution, "throw": throw}
+    settings = {"key": key, "state": state, "execution": execution, "throw": throw}
     budget = transposed.in_size() if k is None else k
     return value, trace(transposed, estimator, k=budget, **settings)
 

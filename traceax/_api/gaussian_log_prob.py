@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,26 +11,28 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_key, check_positive
+from .._core.checks import check_instance
 from .._core.flat import FlatOperator, freeze, from_flat, to_flat
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
-from .._functions.preconditioned import check_preconditioner
+from .._functions.preconditioned import check_preconditioner, Preconditioned, Prepared
 from .._functions.slq import SLQEstimator
 from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import unit as unit_of
-from .._operators.checks import check_is_operator
-from .._operators.door import flatten
-from .._operators.tags import dtypes, is_complex
+from .._operators.door import enter, EnteredOperator
+from .._operators.tags import is_complex
 from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.call import call
+from .._run.callback import raising_for_callbacks
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, FirstOrderFrame
+from .._run.solve import budget_of, solution_of
 from .._run.steps import AdaptiveSteps, check_steps
-from .logdet import logdet
+from .logdet import LogDet
 
 
 class _Bordered(eqx.Module):
@@ -115,32 +117,49 @@ def _quadratic_form(
     return value, -image[:-1]
 
 
-class _Made(eqx.Module):
-    """A preconditioner; if its products were not finite, no estimate with it is."""
+class _Call(eqx.Module):
+    """The arguments of one call."""
 
-    preconditioner: AbstractPreconditioner
-    estimated: ClassVar[tuple[str, ...]] = ()
+    residual: PyTree[Array]
+    initial: PyTree[Array] | None
+    estimator: AbstractFunctionEstimator
+    gradient: AbstractFunctionGradient
+    num_steps: int | AdaptiveSteps
+    preconditioner: AbstractPreconditioning | None
+    solver: lx.AbstractLinearSolver
 
-    @property
-    def result(self) -> Any:
-        return RESULTS.successful
-
-
-class _State(eqx.Module):
-    """What a later call goes on from, where the data chose the preconditioner: samples
-    are of the preconditioned operator."""
-
-    preconditioner: AbstractPreconditioner
-    logdet: PyTree[Array]
-
-
-def _prepare(preconditioning, operator, settings) -> _Made:
-    return _Made(preconditioning.prepare(flatten(operator).frozen, **settings))
+    def task(self, preconditioner: AbstractPreconditioning | None) -> LogDet:
+        """The log-determinant, with this preconditioner."""
+        estimator = self.estimator
+        if preconditioner is not None:
+            estimator = Preconditioned(estimator, preconditioner)
+        return LogDet(
+            estimator=estimator, gradient=self.gradient, num_steps=self.num_steps
+        )
 
 
-def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
-    flat = flatten(operator)
-    residual, initial = jax.tree.map(jnp.asarray, (residual, initial))
+def _log_prob(
+    call: _Call,
+    entered: EnteredOperator,
+    k: int | Budget,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+) -> Solution:
+    flat, facts = entered.open()
+    preconditioner, prepared = None, None
+    if call.preconditioner is not None:
+        prepared = Prepared.of(
+            call.preconditioner,
+            flat.frozen,
+            {"k": k, "num_steps": call.num_steps, "key": key, "execution": execution},
+        )
+        preconditioner, k = prepared.preconditioner, prepared.call["k"]
+    task = call.task(preconditioner)
+    determinant = solution_of(task, flat, facts, k, key, execution)
+    state = determinant.state
+    if prepared is not None:
+        state = prepared.state(state)
+    residual, initial = jax.tree.map(jnp.asarray, (call.residual, call.initial))
     right = to_flat(residual, flat.dtype)
     frozen = jax.lax.stop_gradient(right)
     start = jnp.zeros_like(frozen)
@@ -156,7 +175,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         # Eigenvalues that come with an exact answer are those of A itself.
         unit = jnp.where(exact, preconditioner.largest, 1)
         smallest = smallest / unit.astype(smallest.dtype)
-    settings = preconditioner, smallest, solver
+    settings = preconditioner, smallest, call.solver
     found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
     quadratic, left_over = _quadratic_form(flat, right, found)
 
@@ -179,7 +198,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         "samples": combine(known["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
-        "solve": from_flat(found, operator.in_structure()),
+        "solve": from_flat(found, entered.structure),
         "solve_steps": steps,
         "solve_residual": left / jnp.where(size > 0, size, 1),
     }
@@ -204,7 +223,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return Solution(value, std_err, result, stats, determinant.state)
+    return Solution(value, std_err, result, stats, state)
 
 
 def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
@@ -229,6 +248,7 @@ def gaussian_log_prob(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     solver: lx.AbstractLinearSolver | None = None,
     initial: PyTree[Real[Array, ...]] | None = None,
@@ -280,7 +300,7 @@ def gaussian_log_prob(
     - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
-    - `estimator`, `k`, `num_steps`, `key`, `gradient`, `execution`: of the
+    - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: of the
         log-determinant, as for [`traceax.logdet`][]; so are the tolerances and what a
         `callback` is given with [`traceax.Adaptive`][]. `gradient` does not matter to
         the quadratic form.
@@ -338,14 +358,14 @@ def gaussian_log_prob(
         }
         ```
     """
-    check_is_operator(operator, second=residual)
+    entered = enter(operator, second=residual)
     if is_complex(operator):
         raise TypeError(
             "`operator` must be real. Found one of a complex dtype, for which the "
             "density has another normalisation. Add up `traceax.logdet` and "
             "`lineax.linear_solve`."
         )
-    if not lx.is_positive_semidefinite(operator):
+    if entered.flat.sign <= 0:
         raise ValueError(
             "`operator` must be a covariance, and say so by a tag. Found `operator` of "
             f"type {type(operator).__name__} without one. Wrap it: "
@@ -355,10 +375,10 @@ def gaussian_log_prob(
     if initial is not None:
         _check_vector("initial", initial, operator)
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
     if solver is None:
-        tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
-        limit = 10 * operator.in_size()
+        tolerance = entered.flat.eps**0.5
+        limit = 10 * entered.size
         # Without extra products to refresh the residual: the true one is computed at the
         # end.
         solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
@@ -367,29 +387,38 @@ def gaussian_log_prob(
             f"`solver` must be a `lineax.AbstractLinearSolver`. Found {solver!r}. Pass, "
             "for example, `lineax.CG(rtol=1e-6, atol=1e-6)`."
         )
-    name = "gaussian_log_prob"
-    settings = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
-    ready = preconditioner is None or isinstance(preconditioner, AbstractPreconditioner)
-    if not ready and isinstance(k, Adaptive) and k.state is not None:
-        if not isinstance(k.state, _State):
-            raise ValueError(
-                "`state` must be of a call with the same kind of preconditioner. Found "
-                f"one of type {type(k.state).__name__}."
-            )
-        preconditioner = k.state.preconditioner
-        settings["k"] = dataclasses.replace(k, state=k.state.logdet)
-    elif not ready:
-        check_key(key)
-        settings["k"] = k if isinstance(k, Adaptive) else check_positive("k", k)
-        settings["num_steps"] = check_steps(num_steps, operator.in_size())
-        arguments = (preconditioner, operator, settings)
-        made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
-        preconditioner = made.preconditioner
-    settings |= {"preconditioner": preconditioner, "gradient": gradient}
-    determinant = logdet(operator, estimator, throw=False, **settings)
-    arguments = (operator, residual, initial, determinant, preconditioner, solver)
-    found = call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
-    if ready or found.state is None:
-        return found
-    state = _State(freeze(preconditioner), found.state)
-    return dataclasses.replace(found, state=state)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    arguments = _Call(
+        residual=residual,
+        initial=initial,
+        estimator=estimator,
+        gradient=gradient,
+        num_steps=num_steps,
+        preconditioner=preconditioner,
+        solver=solver,
+    )
+    made, inner = _earlier(preconditioner, state)
+    budget = budget_of(arguments.task(made), entered.size, k=k, key=key, state=inner)
+    if isinstance(budget, Budget):
+        budget = dataclasses.replace(budget, state=state)
+    settings = {"name": "gaussian_log_prob", "execution": execution, "throw": throw}
+    with raising_for_callbacks(budget) as budget:
+        return call(_log_prob, arguments, entered, budget, key, execution, **settings)
+
+
+def _earlier(
+    preconditioner: AbstractPreconditioning | None, state: Any
+) -> tuple[AbstractPreconditioning | None, Any]:
+    """The preconditioner of the run that this one goes on from, and the state of its
+    log-determinant."""
+    if preconditioner is None or state is None:
+        return preconditioner, state
+    if not isinstance(state, tuple):
+        raise ValueError(
+            "`state` must be of a call with the same kind of preconditioner. Found one "
+            f"of type {type(state).__name__}."
+        )
+    made, inner = state
+    return preconditioner if made is None else made, inner

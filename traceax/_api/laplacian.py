@@ -23,6 +23,7 @@ from .._operators.curvature import hessian
 from .._operators.door import enter, Facts, flatten
 from .._operators.tags import dtypes
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 
@@ -38,6 +39,7 @@ def laplacian(
     *,
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     throw: bool = True,
 ) -> tuple[Scalar, _Point, Solution]:
     """A function, its gradient and its Laplacian, the trace of its Hessian.
@@ -123,7 +125,7 @@ def laplacian(
     size = operator.in_size()
     traced = FlatFunction.of(flat_fn, (size,), dtype)
     task = _Laplacian(fn=traced, point=to_flat(x, dtype))
-    settings = {"key": key, "execution": Local(), "throw": throw}
+    settings = {"key": key, "state": state, "execution": Local(), "throw": throw}
     return (
         value,
         gradient,
@@ -183,11 +185,11 @@ class _Laplacian(AbstractTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             flat = flatten(hessian(self.fn, self.point))
             return HutchinsonEstimator().measure(Trace(), flat, k, key, execution)
         size, dtype = self.point.size, self.point.dtype

@@ -24,6 +24,7 @@ from .._operators.door import enter, Facts
 from .._quadrature.quadratic_form import span
 from .._quadrature.tridiagonal import apply_to_first, ritz
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative, FirstOrderFrame
 from .._run.loop import stream, sum_over_rounds
@@ -153,7 +154,7 @@ class _LogTraceExp(AbstractTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -194,7 +195,7 @@ class _LogTraceExp(AbstractTask):
 
         def live():
             # Of the mean and the mean square of the exponentials over their mean.
-            if isinstance(k, Adaptive):
+            if isinstance(k, Budget):
                 shape = k.num_rounds, k.round_size
                 indices = jnp.arange(len(samples)).reshape(shape)
                 powers = lambda flat, i: _powers(body(flat, i)[0] - value)  # noqa: E731
@@ -214,8 +215,8 @@ class _LogTraceExp(AbstractTask):
         size = _magnitude(scale, extremes)
 
         aimed = jnp.hypot(std_err, flat.rounding * size)
-        if isinstance(k, Adaptive):
-            aimed = k.tolerance(value)
+        if isinstance(k, Budget):
+            aimed = k.rule.tolerance(value)
         missed = error / 2 - flat.rounding * size
         taken, wide = steps.report(excess(missed, aimed) > 1)
         return Estimate(
@@ -243,7 +244,7 @@ def _choose(
     flat: FlatOperator,
     krylov: Lanczos,
     probe: Inexact[Array, " n"],
-    k: int | Adaptive,
+    k: int | Budget,
     execution: AbstractExecution,
     scale: Real[Array, ""],
 ) -> Int[Array, ""]:
@@ -252,8 +253,8 @@ def _choose(
 
     def look(flat, state, made):
         one = _Run.read(state, made, constant)
-        if isinstance(k, Adaptive):
-            aimed = k.tolerance(one.value)
+        if isinstance(k, Budget):
+            aimed = k.rule.tolerance(one.value)
         else:
             aimed = standard_error(one.deviation, k)
         size = _magnitude(constant, one.extremes)
@@ -290,6 +291,7 @@ def log_trace_exp(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     sampler: AbstractSampler = RademacherSampler(),
     window: int | None = None,
     execution: AbstractExecution = Local(),
@@ -337,7 +339,7 @@ def log_trace_exp(
         $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
         [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
         small beside the sampling error or the tolerance, found by one run more.
-    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `sampler`: the distribution of the probes. Default:
         [`traceax.RademacherSampler`][].
     - `window`: as for [`traceax.Lanczos`][].
@@ -398,4 +400,6 @@ def log_trace_exp(
         sampler=sampler,
         krylov=Lanczos(window),
     )
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

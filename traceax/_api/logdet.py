@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
@@ -22,12 +22,13 @@ from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
 
 
-class _LogDet(AbstractFunctionTask):
+class LogDet(AbstractFunctionTask):
     """An estimator of the log-determinant, with its settings."""
 
     estimator: AbstractFunctionEstimator
@@ -51,7 +52,7 @@ class _LogDet(AbstractFunctionTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -128,6 +129,7 @@ def logdet(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -177,6 +179,7 @@ def logdet(
         the quadrature error is small beside the sampling error or the tolerance, found
         by one run more.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `state`: as for [`traceax.trace`][].
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
@@ -233,5 +236,7 @@ def logdet(
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
-    task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    task = LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

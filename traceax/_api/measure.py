@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import jax
 import lineax as lx
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.quantity import AbstractQuantity
@@ -21,6 +21,7 @@ def measure(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -44,4 +45,6 @@ def measure(
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
     task = Measurement(estimator=estimator, quantity=quantity(entered.structure))
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

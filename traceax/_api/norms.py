@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
@@ -26,6 +26,7 @@ def frobenius_norm(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -53,8 +54,8 @@ def frobenius_norm(
 
     **Arguments:**
 
-    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. `k`
-        counts products with the adjoint, too.
+    - `operator`, `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
+        `k` counts products with the adjoint, too.
     - `estimator`: one whose samples are products with random vectors, as
         [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
         is given the operator $A A^*$, tagged positive semidefinite.
@@ -72,7 +73,8 @@ def frobenius_norm(
     Errors as [`traceax.trace`][].
     """
     quantity = lambda _: FrobeniusNorm()  # noqa: E731
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(quantity, operator, estimator, **settings)
 
 
@@ -83,6 +85,7 @@ def row_norms(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -111,7 +114,7 @@ def row_norms(
 
     **Arguments:**
 
-    - `operator`, `estimator`, `k`, `key`, `execution`, `throw`: as for
+    - `operator`, `estimator`, `k`, `key`, `state`, `execution`, `throw`: as for
         [`traceax.frobenius_norm`][], with estimators of the diagonal.
 
     **Returns:**
@@ -130,7 +133,8 @@ def row_norms(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(RowNorms.of, operator, estimator, **settings)
 
 
@@ -140,6 +144,7 @@ def frobenius_products(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -170,7 +175,7 @@ def frobenius_products(
     - `operators`: a list of p square operators, of the same structure and dtype.
     - `estimator`: one whose samples are products with random vectors. Default:
         [`traceax.HutchinsonEstimator`][].
-    - `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]; with
+    - `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]; with
         [`traceax.Adaptive`][] the errors of all entries together are compared with the
         tolerance.
 
@@ -212,5 +217,11 @@ def frobenius_products(
     quantity = FrobeniusProducts(len(operators))
     task = Measurement(estimator=estimator, quantity=quantity)
     return solve(
-        task, enter(stack, square=False), k=k, key=key, execution=execution, throw=throw
+        task,
+        enter(stack, square=False),
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
     )

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator, needing_adjoint
@@ -23,6 +23,7 @@ from .._operators.checks import check_is_operator
 from .._operators.door import enter, Facts
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -46,7 +47,7 @@ class _Schatten(AbstractFunctionTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -99,6 +100,7 @@ def schatten_norm(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -140,7 +142,7 @@ def schatten_norm(
         are those of the norm.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
-    - `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
 
     **Returns:**
 
@@ -209,7 +211,13 @@ def schatten_norm(
         quantity=SchattenNorm(p),
     )
     return solve(
-        task, enter(tall, square=False), k=k, key=key, execution=execution, throw=throw
+        task,
+        enter(tall, square=False),
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
     )
 
 

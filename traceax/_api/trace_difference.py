@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
@@ -31,6 +31,7 @@ from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import worst
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -75,7 +76,7 @@ class _TraceDifference(AbstractFunctionTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -107,6 +108,7 @@ def trace_difference(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -145,7 +147,7 @@ def trace_difference(
 
     - `operator`, `other`: A and B, square, of the same structure and dtype. Tags as for
         [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
-    - `function`, `k`, `num_steps`, `key`, `execution`, `throw`: as for
+    - `function`, `k`, `num_steps`, `key`, `state`, `execution`, `throw`: as for
         [`traceax.trace_of_function`][]. A tolerance is that of the difference.
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound for both.
     - `preconditioner`: P, as for [`traceax.logdet`][], where the function is
@@ -187,4 +189,6 @@ def trace_difference(
         preconditioner=preconditioner,
         hermitian=hermitian,
     )
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

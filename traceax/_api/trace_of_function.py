@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
@@ -17,6 +17,7 @@ from .._operators.door import enter, Facts
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps, exact_limit
@@ -41,7 +42,7 @@ class _TraceOfFunction(AbstractFunctionTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -64,6 +65,7 @@ def trace_of_function(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -107,7 +109,7 @@ def trace_of_function(
         it takes to reach a tolerance.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
-    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
         `Inverse` without a shift, and negative whole powers.
@@ -148,4 +150,6 @@ def trace_of_function(
     task = _TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )
-    return solve(task, entered, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

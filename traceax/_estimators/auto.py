@@ -10,7 +10,7 @@ from .._core.solution import Estimate
 from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
 from .._operators.tags import sign_of
-from .._run.adaptive import Adaptive, first_budget
+from .._run.budget import Budget, first_budget
 from .._run.execution import AbstractExecution
 from .base import AbstractEstimator
 from .exact import ExactTraceEstimator
@@ -60,7 +60,7 @@ def select_trace_estimator(
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
     check_is_operator(operator)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
         )
@@ -106,7 +106,7 @@ class AutoTraceEstimator(AbstractEstimator):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:

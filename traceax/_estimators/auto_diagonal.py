@@ -12,7 +12,7 @@ from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
 from .._numerics.expansion import OneSided, Pair
-from .._run.adaptive import Adaptive, first_budget, one_round
+from .._run.budget import Budget, first_budget, one_round
 from .._run.execution import AbstractExecution
 from .base import AbstractEstimator
 from .growing import by_round
@@ -73,7 +73,7 @@ class AutoDiagonalEstimator(AbstractEstimator):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -84,11 +84,11 @@ class AutoDiagonalEstimator(AbstractEstimator):
 AutoDiagonalEstimator.__init__.__doc__ = "**Arguments:** none."
 
 
-def _estimator_for(sign: int, k: int | Adaptive) -> AbstractEstimator:
+def _estimator_for(sign: int, k: int | Budget) -> AbstractEstimator:
     if sign != 0:
         return _XNysDiagOrSigns()
     # One pair of products has no variance to compare; a loop goes on to more of them.
-    least = XDiagEstimator.min_matvecs if isinstance(k, Adaptive) else 4
+    least = XDiagEstimator.min_matvecs if isinstance(k, Budget) else 4
     return _XDiagOrSigns() if first_budget(k) >= least else HutchinsonEstimator()
 
 
@@ -111,7 +111,7 @@ class _XNysDiagOrSigns(XNysDiagEstimator):
         return self._choose(super().sketch(matmat, probes, k, eps), probes, 1)
 
     def assess(
-        self, state: Any, rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: Any, rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         probes = state.nystrom.basis @ state.probes
         return self._choose(super().assess(state, rounds, eps, k), probes, k.num_rounds)

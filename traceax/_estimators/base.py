@@ -18,7 +18,7 @@ from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
 from .._operators.door import enter, Facts
 from .._operators.gram import gram
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.exact import exact, exact_from_diagonal
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach_derivative
@@ -79,7 +79,7 @@ class AbstractEstimator(eqx.Module):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -122,7 +122,8 @@ class AbstractEstimator(eqx.Module):
         Errors as [`traceax.trace`][].
         """
         task = Measurement(estimator=self, quantity=Trace())
-        settings = {"k": k, "key": key, "execution": Local(), "throw": True}
+        settings = {"k": k, "key": key, "state": None}
+        settings |= {"execution": Local(), "throw": True}
         solution = solve(task, enter(operator), **settings)
         return solution.value, solution.stats
 
@@ -175,7 +176,7 @@ class Measurement(AbstractTask):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -184,7 +185,7 @@ class Measurement(AbstractTask):
         quantity = self.quantity.of_gram()
         if quantity is None:
             raise refusal(self.estimator, self.quantity)
-        k = k.halved() if isinstance(k, Adaptive) else k // 2
+        k = k.halved() if isinstance(k, Budget) else k // 2
         estimate = self.estimator.measure(quantity, gram(operator), k, key, execution)
         return dataclasses.replace(
             estimate,
@@ -277,12 +278,12 @@ class AbstractStreamingEstimator(AbstractEstimator):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
         skewed = is_skewed(quantity, self.sampler)
-        first = max(k.round_size, k.min_samples) if isinstance(k, Adaptive) else k
+        first = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
         few = first < FEW_SIGNS and self.sampler.unit_modulus
         near = 0.2 if quantity.comparable(operator.hermitian) else 0.0
 

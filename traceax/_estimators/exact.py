@@ -5,7 +5,7 @@ from jaxtyping import PRNGKeyArray
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
-from .._run.adaptive import Adaptive, largest_budget
+from .._run.budget import Budget, largest_budget
 from .._run.exact import exact
 from .._run.execution import AbstractExecution
 from .base import AbstractEstimator
@@ -45,12 +45,12 @@ class ExactTraceEstimator(AbstractEstimator):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
         budget = largest_budget(k)
-        if isinstance(k, Adaptive) and k.exact_cost is not None:
+        if isinstance(k, Budget) and k.exact_cost is not None:
             budget = max(budget, k.exact_cost)
         if operator.size > budget:
             raise ValueError(

@@ -10,7 +10,7 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
 from .._numerics.expansion import Reading
-from .._run.adaptive import Adaptive, one_round
+from .._run.budget import Budget, one_round
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
@@ -62,7 +62,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         """
 
     @abc.abstractmethod
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> PyTree[Array]:
         """Buffers for the largest budget.
 
         **Arguments:**
@@ -83,7 +83,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         state: PyTree[Array],
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> PyTree[Array]:
         """Make one more round.
 
@@ -103,7 +103,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
     @abc.abstractmethod
     def assess(
-        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         """What `sketch` would make of the probes so far. Makes no products.
 
@@ -124,7 +124,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         quantity: AbstractQuantity,
         matmat: Callable[..., Array],
         flat: FlatOperator,
-        k: Adaptive,
+        k: Budget,
         key: PRNGKeyArray | None,
         sign: int,
     ) -> tuple[Sketch, Reading, LoopResult]:
@@ -142,7 +142,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             value = sign * sketch.scale * seen.moments.mean
             value, std_err = quantity.present(value, sketch.scale * seen.std_err)
             count = seen.moments.count
-            assessment = Assessment(k.size(value), k.size(std_err), count)
+            assessment = Assessment(k.rule.size(value), k.rule.size(std_err), count)
             return without(sketch, "expansion"), seen, assessment
 
         # The loop does not carry what is only for derivatives or was used already.

@@ -18,7 +18,7 @@ from .._numerics.dense import diagonal, inner_product, normalise, qr, two_norm
 from .._numerics.expansion import Independent
 from .._numerics.growth import extend, put, put_rows, remove, rescale
 from .._numerics.leave_one_out import resphering
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -129,7 +129,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k // 2 * 2
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "_State":
         size = self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * size
@@ -153,7 +153,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         state: "_State",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> "_State":
         b = probes.shape[1] // 2
         resphered = is_resphered(self.sampler, self.improved)
@@ -173,7 +173,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             gain = 2 * rest + jnp.sum(jnp.abs(inner) ** 2)
             pilot = state.pilot + inner_product(chosen, products) / b
             # Compared with the products of one more block.
-            saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
+            saved = k.rule.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(
                 state,
@@ -204,7 +204,7 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         size = self.probes_in_round(k.round_size)
         index = jnp.arange(state.forms.shape[0])

@@ -19,7 +19,7 @@ from .._numerics.expansion import Independent
 from .._numerics.growth import put, put_rows, remove
 from .._numerics.leave_one_out import resphering
 from .._numerics.nystrom import GrowingNystrom, nystrom, orthonormalise
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator
 from .sketch import Sketch
 
@@ -138,7 +138,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "_State":
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * k.round_size
         return _State(
@@ -160,7 +160,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         state: "_State",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> "_State":
         n, b = probes.shape
         resphered = is_resphered(self.sampler, self.improved)
@@ -172,7 +172,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             squares = jnp.sum(jnp.abs(gram) ** 2)
             seen = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
             # Compared with the products of one more block.
-            saved = k.samples_saved(squares - state.squares, n * seen, nystrom.scale)
+            saved = k.rule.samples_saved(squares - state.squares, n * seen, nystrom.scale)
             return dataclasses.replace(
                 state,
                 nystrom=nystrom,
@@ -207,7 +207,7 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         index = jnp.arange(state.samples.shape[0])
         sampled = index >= state.blocks * k.round_size

@@ -16,7 +16,7 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, Frame, read_by
 from .._run.loop import LoopResult, sum_over_rounds
@@ -169,7 +169,7 @@ class AbstractSketchEstimator(AbstractEstimator):
         self,
         quantity: AbstractQuantity,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -183,14 +183,14 @@ class AbstractSketchEstimator(AbstractEstimator):
             return execution.matmat(frozen, x, adjoint=adjoint and not flat.hermitian)
 
         with full_precision(product) as matmat:
-            if isinstance(k, Adaptive):
+            if isinstance(k, Budget):
                 sketch, seen, loop = self.in_rounds(quantity, matmat, flat, k, key, sign)
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
                 seen = self._read(quantity, sketch, flat.size)
             value = (sketch.scale * seen.moments.mean).astype(flat.dtype)
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             shape = (k.num_rounds, -1, flat.size)
             columns = tuple(x.T.reshape(shape) for x in sketch.frame)
             one = read_by(quantity)
@@ -258,7 +258,7 @@ class AbstractSketchEstimator(AbstractEstimator):
         quantity: AbstractQuantity,
         matmat: Callable[..., Array],
         flat: FlatOperator,
-        k: Adaptive,
+        k: Budget,
         key: PRNGKeyArray | None,
         sign: int,
     ) -> tuple[Sketch, Reading, LoopResult]:

@@ -9,7 +9,7 @@ from .._core.sampler import AbstractSampler, RademacherSampler
 from .._numerics.expansion import OneSided
 from .._numerics.growth import extend, put, put_rows, rescale
 from .._numerics.leave_one_out import leave_one_out_frame, leave_one_out_of
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -70,7 +70,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k // 2
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "_State":
         m = k.num_rounds * self.probes_in_round(k.round_size)
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
         return _State(tall, tall, tall, square, jnp.ones((), jnp.finfo(dtype).dtype))
@@ -82,7 +82,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
         state: "_State",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> "_State":
         products, scale = rescale(matmat(probes), state.scale, rounds)
         new = extend(state.q, products, rounds)
@@ -97,7 +97,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
         )
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         b, m = self.probes_in_round(k.round_size), state.r.shape[1]
         count = jnp.maximum(rounds * b, 1)

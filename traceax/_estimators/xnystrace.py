@@ -16,7 +16,7 @@ from .._numerics.leave_one_out import (
 )
 from .._numerics.nystrom import GrowingNystrom, nystrom, orthonormalise
 from .._numerics.xnystrace import xnystrace_expansion, xnystrace_samples
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -125,7 +125,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "_State":
         m = k.num_rounds * k.round_size
         return _State(GrowingNystrom.empty(n, m, dtype), jnp.zeros((m, m), dtype))
 
@@ -136,13 +136,13 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         state: "_State",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> "_State":
         nystrom, coordinates = state.nystrom.grow(matmat, probes, rounds, eps)
         return _State(nystrom, put(state.probes, coordinates, rounds))
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         nystrom = state.nystrom
         n, m = nystrom.basis.shape

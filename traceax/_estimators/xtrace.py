@@ -14,7 +14,7 @@ from .._numerics.leave_one_out import (
     standard_errors,
 )
 from .._numerics.two_sided import SmallMatrices, two_sided_samples, TwoSided
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -78,7 +78,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k // 2
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "_State":
         m = k.num_rounds * self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
@@ -93,7 +93,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         state: "_State",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> "_State":
         small, b = state.small, probes.shape[1]
         products, scale = rescale(matmat(probes), state.scale, rounds)
@@ -113,7 +113,7 @@ class XTraceEstimator(AbstractGrowingEstimator):
         return _State(all_probes, q, z, small, scale)
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         b = self.probes_in_round(k.round_size)
         n, m = state.probes.shape

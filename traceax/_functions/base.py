@@ -9,7 +9,7 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.solve import AbstractTask
 from .._run.steps import AdaptiveSteps, exact_limit
@@ -66,7 +66,7 @@ class AbstractFunctionEstimator(eqx.Module):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,

@@ -17,7 +17,7 @@ from .._quadrature.quadratic_form import (
     QuadraticForm,
     span,
 )
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative
 from .._run.loop import stream, Streamed
@@ -135,7 +135,7 @@ def stream_forms(
     operator: FlatOperator,
     function: AbstractSpectralFunction,
     gradient: AbstractFunctionGradient,
-    k: int | Adaptive,
+    k: int | Budget,
     execution: AbstractExecution,
     *,
     width: int,
@@ -172,7 +172,7 @@ def estimate_of_forms(
     streamed: Streamed,
     operator: FlatOperator,
     function: AbstractSpectralFunction,
-    k: int | Adaptive,
+    k: int | Budget,
     steps: Steps,
     excess: Callable[[Array, tuple[Array, Array], float], Real[Array, ""]],
     *,
@@ -209,7 +209,7 @@ def estimate_of_forms(
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
         missed = jnp.max(errors) > bar
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             missed = excess(mean, ends, 0) > 1
         missed |= convergence.hides(mean, 4 * bar)
         std_err = jnp.hypot(std_err, jnp.max(errors))

@@ -15,7 +15,7 @@ from .._krylov.golub_kahan import GolubKahan
 from .._krylov.lanczos import Lanczos
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import worst
-from .._run.adaptive import Adaptive, largest_budget
+from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, found
@@ -124,7 +124,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,

@@ -13,7 +13,7 @@ from .._core.arithmetic import standard_promotion
 from .._core.flat import FlatOperator
 from .._core.results import RESULTS
 from .._operators.door import unflatten
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, Frame
 from .._run.steps import AdaptiveSteps
@@ -28,7 +28,7 @@ class AbstractPreconditioning(eqx.Module):
         self,
         operator: FlatOperator,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,

@@ -1,5 +1,3 @@
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +5,7 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from .._core.checks import (
     check_flag,
@@ -80,20 +78,10 @@ class Adaptive(eqx.Module):
         pass the same function again, since another one compiles anew. An exception in it
         ends the run after that round, and the call raises it; inside `jax.jit` it is
         printed, and the result is `RESULTS.interrupted`.
-    - `state`: `solution.state` of an earlier call, from which this one goes on.
-        Operator, estimator, key, `norm` and `round_size` must be the same, and `max_k`
-        not smaller. Numbers of steps and ranks that the data chose stay as they are.
     - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
         and standard error are compared with the tolerances, and reported by `history`
         and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
         `callback`.
-    - `exact_cost`: the cost of the exact answer, which is kept back beside `max_k`. Set
-        by calls, not by users.
-    - `cost`: how many units of the user's budget one unit of this budget costs. Set by
-        calls.
-    - `spent`: how many of these were spent before the first round, if any. Set by
-        estimators.
-    - `run`: a number by which a call finds what its `callback` raised. Set by calls.
     """
 
     rtol: Real[Array, ""]
@@ -105,12 +93,7 @@ class Adaptive(eqx.Module):
     history: bool = eqx.field(static=True)
     progress: eqxi.AbstractProgressMeter
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
-    state: PyTree[Array]
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
-    exact_cost: int | None = eqx.field(static=True)
-    cost: int = eqx.field(static=True)
-    spent: Int[Array, ""] | None
-    run: Int[Array, ""] | None
 
     def __init__(
         self,
@@ -124,12 +107,7 @@ class Adaptive(eqx.Module):
         history: bool = False,
         progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
         callback: Callable[[Any, Any, Any], None] | None = None,
-        state: PyTree[Array] = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
-        exact_cost: int | None = None,
-        cost: int = 1,
-        spent: Int[Array, ""] | None = None,
-        run: Int[Array, ""] | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -173,39 +151,7 @@ class Adaptive(eqx.Module):
         self.history = history
         self.progress = progress
         self.callback = callback
-        self.state = state
         self.norm = norm
-        self.exact_cost = exact_cost
-        self.cost = cost
-        self.spent = spent
-        self.run = run
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds there are at most."""
-        return max(1, self.max_k // self.round_size)
-
-    @property
-    def least_streak(self) -> int:
-        """After how many rounds in a row the estimate must be good enough, to end a run:
-        as many as make 8 products. Where samples are added a few at a time, one of many
-        tests is easily passed by luck."""
-        return -(-8 // self.round_size)
-
-    def within(self, n: int, least: int = 0) -> "Adaptive":
-        """The same for an operator of size n, where n units of the budget are enough for
-        the exact answer. A budget for that and for a round besides, or the `least` one if
-        that is more, keeps n units back, and spends no more than n before it takes
-        them."""
-        spare = self.max_k - n
-        if spare < max(self.round_size, least):
-            return dataclasses.replace(self, max_k=min(self.max_k, n))
-        return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
-
-    def halved(self) -> "Adaptive":
-        """The same for an operator of which a product costs two."""
-        most, size = self.max_k // 2, max(2, self.round_size // 2)
-        return dataclasses.replace(self, max_k=most, round_size=size, cost=2)
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
         """What tolerances are compared with: a scalar itself, the norm of others."""
@@ -303,17 +249,3 @@ def _check_norm(norm: Any) -> None:
         "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
         f"{norm}. Pass, for example, `optimistix.max_norm`."
     )
-
-
-def one_round(k: int) -> Adaptive:
-    """A fixed budget, as one round."""
-    return Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2))
-
-
-def largest_budget(k: int | Adaptive) -> int:
-    return k.max_k if isinstance(k, Adaptive) else k
-
-
-def first_budget(k: int | Adaptive) -> int:
-    """That of the first round."""
-    return k.round_size if isinstance(k, Adaptive) else k

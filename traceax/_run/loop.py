@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
-from .adaptive import Adaptive
+from .budget import Budget
 from .callback import report
 from .execution import AbstractExecution, even
 
@@ -50,7 +50,7 @@ class LoopResult(eqx.Module):
 
 
 def iterate(
-    adaptive: Adaptive,
+    budget: Budget,
     step: Callable[[PyTree[Array], Int[Array, ""]], PyTree[Array]],
     assess: Callable[[PyTree[Array], Int[Array, ""]], Assessment],
     empty: PyTree[Array],
@@ -64,36 +64,36 @@ def iterate(
     Where the samples are `independent`, the error falls as one over the root of their
     number, and the loop ends as soon as the exact answer costs less than what is missing.
     """
-    num_rounds = adaptive.num_rounds
-    rest = [1 - adaptive.confidence, 1 / adaptive.min_samples]
-    looseness = jnp.append(jnp.stack([adaptive.rtol, adaptive.atol]), jnp.asarray(rest))
+    num_rounds, rule = budget.num_rounds, budget.rule
+    rest = [1 - rule.confidence, 1 / rule.min_samples]
+    looseness = jnp.append(jnp.stack([rule.rtol, rule.atol]), jnp.asarray(rest))
 
     def good(seen):
-        return adaptive.satisfied(seen.value, seen.std_err, seen.count)
+        return rule.satisfied(seen.value, seen.std_err, seen.count)
 
-    if adaptive.state is None:
+    if budget.state is None:
         rounds = streak = jnp.zeros((), jnp.int32)
         buffers = empty
         assessment = _zeros(jax.eval_shape(assess, empty, rounds))
     else:
-        rounds, buffers, assessment = _resume(adaptive, empty)
+        rounds, buffers, assessment = _resume(budget, empty)
         # The tolerance may be another one. Of rounds before the last one it is not known
         # whether they were good enough for a smaller one.
-        known = jnp.all(looseness >= adaptive.state.looseness)
-        streak = jnp.where(known, jnp.maximum(adaptive.state.streak, 1), 1)
+        known = jnp.all(looseness >= budget.state.looseness)
+        streak = jnp.where(known, jnp.maximum(budget.state.streak, 1), 1)
         streak = jnp.where(good(assessment), streak, 0)
     real = assessment.std_err.dtype
-    history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
+    history = jnp.full((num_rounds if rule.history else 0, 3), jnp.inf, real)
 
     def unfinished(carry):
         rounds, streak, _, seen, _, _, interrupted = carry
         finite = jnp.isfinite(seen.value) | (seen.count == 0)
-        ended = streak >= adaptive.least_streak
-        if independent and adaptive.exact_cost is not None:
-            excess = adaptive.excess(seen.value, seen.std_err, seen.count)
-            missing = rounds * adaptive.round_size * (excess**2 - 1)
-            enough = seen.count >= adaptive.min_samples
-            ended |= enough & (missing > adaptive.exact_cost)
+        ended = streak >= budget.least_streak
+        if independent and budget.exact_cost is not None:
+            excess = rule.excess(seen.value, seen.std_err, seen.count)
+            missing = rounds * budget.round_size * (excess**2 - 1)
+            enough = seen.count >= rule.min_samples
+            ended |= enough & (missing > budget.exact_cost)
         return (rounds < num_rounds) & finite & ~ended & ~interrupted
 
     def one_round(carry):
@@ -101,27 +101,27 @@ def iterate(
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
-        spent = rounds * adaptive.round_size * adaptive.cost
-        if adaptive.spent is not None:
-            spent = spent + adaptive.spent
+        spent = rounds * budget.round_size * budget.cost
+        if budget.spent is not None:
+            spent = spent + budget.spent
         news = spent, seen.value, seen.std_err
-        rounds, interrupted = report(adaptive, rounds, *news)
-        if adaptive.history:
+        rounds, interrupted = report(budget, rounds, *news)
+        if rule.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
             history = history.at[rounds - 1].set(row)
-        excess = adaptive.excess(seen.value, seen.std_err, seen.count)
-        share = jnp.minimum(1 / excess**2, seen.count / adaptive.min_samples)
+        excess = rule.excess(seen.value, seen.std_err, seen.count)
+        share = jnp.minimum(1 / excess**2, seen.count / rule.min_samples)
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
         streak = jnp.where(good(seen), streak + 1, 0)
-        meter = adaptive.progress.step(meter, share)
+        meter = rule.progress.step(meter, share)
         return rounds, streak, buffers, seen, history, meter, interrupted
 
-    meter, interrupted = adaptive.progress.init(), jnp.zeros((), bool)
+    meter, interrupted = rule.progress.init(), jnp.zeros((), bool)
     carry = (rounds, streak, buffers, assessment, history, meter, interrupted)
     rounds, streak, buffers, seen, history, meter, interrupted = jax.lax.while_loop(
         unfinished, one_round, carry
     )
-    adaptive.progress.close(meter)
+    rule.progress.close(meter)
     missed = ~good(seen) & jnp.isfinite(seen.value)
     return LoopResult(
         rounds=rounds,
@@ -130,20 +130,21 @@ def iterate(
             failure(missed, RESULTS.max_matvecs_reached),
         ),
         state=LoopState(
-            rounds, streak, buffers, seen, looseness, adaptive.round_size, adaptive.norm
+            rounds, streak, buffers, seen, looseness, budget.round_size, rule.norm
         ),
-        extra={"history": history} if adaptive.history else {},
+        extra={"history": history} if rule.history else {},
     )
 
 
 def _resume(
-    adaptive: Adaptive, empty: PyTree[Array]
+    budget: Budget, empty: PyTree[Array]
 ) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
     """The number of rounds of a shorter run, its buffers in those of a longer one, and
     its assessment."""
-    earlier = adaptive.state
-    for name in ("round_size", "norm"):
-        before, now = getattr(earlier, name), getattr(adaptive, name)
+    earlier = budget.state
+    current = {"round_size": budget.round_size, "norm": budget.rule.norm}
+    for name, now in current.items():
+        before = getattr(earlier, name)
         if before != now:
             raise ValueError(
                 f"`state` must be of a call with the same `{name}`. Found {before} and "
@@ -282,7 +283,7 @@ def stream(
     reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
     merge: Callable[[tuple], tuple],
     operator: FlatOperator,
-    k: int | Adaptive,
+    k: int | Budget,
     execution: AbstractExecution,
     width: int = 1,
     *,
@@ -298,10 +299,10 @@ def stream(
     than the execution takes. The error that an adaptive budget compares with its
     tolerance is that of what the `quantity` presents to users.
     """
-    if not isinstance(k, Adaptive) and not keep:
+    if not isinstance(k, Budget) and not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)
         return Streamed(None, (), summary, lambda: total / k, k, LoopResult())
-    if not isinstance(k, Adaptive):
+    if not isinstance(k, Budget):
         outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
         samples, others = outs
         summary, mean = merge(parts), lambda: jnp.mean(samples)
@@ -340,7 +341,7 @@ def stream(
         moments = buffers[1][0]
         std_err = moments.std_err()
         value, std_err = quantity.present(moments.mean, std_err)
-        return Assessment(k.size(value), k.size(std_err), moments.count)
+        return Assessment(k.rule.size(value), k.rule.size(std_err), moments.count)
 
     loop = iterate(k, step, assess, (kept, none), independent=True)
     (samples, others), summary = loop.state.buffers

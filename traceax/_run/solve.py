@@ -9,7 +9,6 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_key, check_positive
@@ -18,11 +17,12 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate, Solution
 from .._operators.door import EnteredOperator, Facts
-from .adaptive import Adaptive, first_budget, largest_budget
+from .adaptive import Adaptive
+from .budget import Budget, first_budget
 from .call import call
 from .callback import raising_for_callbacks
 from .execution import AbstractExecution
-from .resume import check_state, identities, RunState, settings_of
+from .resume import check_state, RunState
 from .symmetry import hint_for
 
 
@@ -67,7 +67,7 @@ class AbstractTask(eqx.Module):
     def run(
         self,
         operator: FlatOperator,
-        k: int | Adaptive,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -80,38 +80,65 @@ def solve(
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None,
+    state: PyTree[Array],
     execution: AbstractExecution,
     throw: bool,
 ) -> Solution:
-    """The call of an estimator. A budget of n or more is spent on the exact answer,
-    whatever the estimator; an adaptive one, where that turns out to be cheaper; and any
-    one, where a number of steps that was chosen turns out to be too small for an operator
-    that is not large."""
-    check_key(key)
-    if not isinstance(k, Adaptive):
-        k = check_positive("k", k)
-    elif k.state is not None:
-        check_state(k.state, task, key)
-    budget = largest_budget(k)
-    if budget < min(task.min_matvecs, operator.size):
-        raise ValueError(
-            f"`{task.name}` needs at least k={task.min_matvecs}. Found k={budget}. Raise "
-            f"`k`, or use `traceax.{task.fallback}`, which needs 1."
-        )
+    """The solution of a task, by a compiled program. `state` is that of an earlier
+    solution, or None."""
+    budget = budget_of(task, operator.size, k=k, key=key, state=state)
     settings = {"name": task.name, "execution": execution, "throw": throw}
     settings["hint"] = ft.partial(hint_for, operator)
-    with raising_for_callbacks(k) as k:
-        return call(_solve, task, operator, k, key, execution, **settings)
+    with raising_for_callbacks(budget) as budget:
+        return call(_solve, task, operator, budget, key, execution, **settings)
 
 
-def _solve(
+def budget_of(
     task: AbstractTask,
-    entered: EnteredOperator,
+    size: int,
+    *,
     k: int | Adaptive,
+    key: PRNGKeyArray | None,
+    state: PyTree[Array],
+) -> int | Budget:
+    """The budget for an operator of this size, after checks of key, budget and state."""
+    check_key(key)
+    if isinstance(k, Adaptive):
+        budget, most = Budget.of(k, state), k.max_k
+        if state is not None:
+            check_state(state, task, key)
+    elif state is not None:
+        raise ValueError(
+            "`state` is for an adaptive budget, `k=traceax.Adaptive(...)`. Found "
+            f"`k={k!r}`. Leave `state` out."
+        )
+    else:
+        budget = most = check_positive("k", k)
+    if most < min(task.min_matvecs, size):
+        raise ValueError(
+            f"`{task.name}` needs at least k={task.min_matvecs}. Found k={most}. Raise "
+            f"`k`, or use `traceax.{task.fallback}`, which needs 1."
+        )
+    return budget
+
+
+def _solve(task, operator, k, key, execution) -> Solution:
+    flat, facts = operator.open()
+    return solution_of(task, flat, facts, k, key, execution)
+
+
+def solution_of(
+    task: AbstractTask,
+    operator: FlatOperator,
+    facts: Facts,
+    k: int | Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
 ) -> Solution:
-    operator, facts = entered.open()
+    """The solution, inside of a compiled program. A budget of `exact_cost` or more is
+    spent on the exact answer, whatever the estimator; an adaptive one, where that turns
+    out to be cheaper; and any one, where a number of steps that was chosen turns out to
+    be too small for an operator that is not large."""
     size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
 
     def exactly():
@@ -124,7 +151,7 @@ def _solve(
     exact_cost = task.exact_cost(operator, facts)
     if first_budget(k) >= exact_cost or size < task.min_matvecs:
         return exactly()
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         estimate, k = _run_adaptive(task, operator, k, key, execution)
     else:
         estimate = task.run(operator, k, key, execution)
@@ -136,12 +163,12 @@ def _solve(
     if may_end:
         ended |= solution.result == RESULTS.too_few_steps
     floor = jax.tree.map(jnp.zeros_like, solution.std_err)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
         _, floor = quantity.present(*jax.lax.stop_gradient(pair))
         if k.exact_cost is not None:
             may_end = True
-            unknown = first_failure(solution.result, _too_coarse(k, solution, floor))
+            unknown = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
             ended |= solution.result == RESULTS.max_matvecs_reached
             ended |= unknown == RESULTS.precision_lost
     if may_end:
@@ -154,8 +181,8 @@ def _solve(
 
         branches = take_exact, lambda: (solution, floor)
         solution, floor = jax.lax.cond(eqxi.unvmap_any(ended), *branches)
-    if isinstance(k, Adaptive):
-        result = first_failure(solution.result, _too_coarse(k, solution, floor))
+    if isinstance(k, Budget):
+        result = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
         solution = dataclasses.replace(solution, result=result)
     return solution
 
@@ -163,10 +190,10 @@ def _solve(
 def _run_adaptive(
     task: AbstractTask,
     operator: FlatOperator,
-    k: Adaptive,
+    k: Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
-) -> tuple[Estimate, Adaptive]:
+) -> tuple[Estimate, Budget]:
     """The estimate, with the state that a later call goes on from; and the budget, less
     what is kept back for the exact answer."""
     size, earlier = operator.size, k.state
@@ -179,19 +206,17 @@ def _run_adaptive(
             )
         k = dataclasses.replace(k, state=earlier.loop)
     estimate = task.run(operator, k, key, execution)
-    data = None if key is None else jr.key_data(key)
-    arrays, settings = identities(task), settings_of(task)
-    state = RunState(estimate.state, data, arrays, settings, k.max_k)
+    state = RunState.of(estimate.state, task, key, k.max_k)
     return dataclasses.replace(estimate, state=state), k
 
 
-def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
+def _too_coarse(rule: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
     """Whether rounding errors alone, of the size `floor`, are above the tolerance. Of
     values with several entries only that of the worst one is known."""
     value = jax.lax.stop_gradient(solution.value)
     if not (eqx.is_array(value) and value.ndim == 0):
         return failure(False, RESULTS.precision_lost)
-    return failure(~k.reachable(value, floor), RESULTS.precision_lost)
+    return failure(~rule.reachable(value, floor), RESULTS.precision_lost)
 
 
 def _floor(estimate: Estimate) -> Real[Array, "*q"]:
