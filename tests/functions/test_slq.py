@@ -1,0 +1,750 @@
+"""Traces of functions and log-determinants: unbiased within what they report, exact where
+they must be, and with the right derivatives."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from ..helpers import hermitian, matrix_free, z_score
+
+
+PSD = lx.positive_semidefinite_tag
+KEY = jr.key(3)
+N = 32
+
+
+@eqx.filter_jit
+def over_keys(function, *args, num_keys=300):
+    """`function(key, *args)` for each of many keys, stacked."""
+    keys = jr.split(jr.key(20261121), num_keys)
+    return jax.lax.map(lambda key: function(key, *args), keys)
+
+
+@eqx.filter_jit
+def exactly_and_over_keys(function, n, k, *args, num_keys=300):
+    """`function(None, n, *args)`, which needs no key, and for each of many keys
+    `function(key, k, *args)`, stacked."""
+    return function(None, n, *args), over_keys(function, k, *args, num_keys=num_keys)
+
+
+@eqx.filter_jit
+def compiled(function, *args, **settings):
+    """One program for each function of this module, its settings, shapes and dtypes."""
+    return function(*args, **settings)
+
+
+def logdet(matrix, estimator=tx.SLQEstimator(), tags=PSD, **settings):
+    operator = lx.MatrixLinearOperator(matrix, tags)
+    return tx.logdet(operator, estimator, throw=False, **settings)
+
+
+def trace_of(matrix, function, estimator=tx.SLQEstimator(), tags=PSD, **settings):
+    operator = lx.MatrixLinearOperator(matrix, tags)
+    return tx.trace_of_function(operator, function, estimator, throw=False, **settings)
+
+
+@ft.cache
+def seen_by(n, k):
+    """The first k probes of KEY."""
+    return np.asarray(compiled(tx.RademacherSampler(), KEY, n, k))
+
+
+def points(n):
+    return np.random.default_rng(0).uniform(size=(n, 2))
+
+
+def rbf(n, noise, dtype):
+    x = points(n)
+    square = np.sum((x[:, None] - x) ** 2, axis=-1)
+    return (np.exp(-square / (2 * 0.2**2)) + noise * np.eye(n)).astype(dtype)
+
+
+def laplacian(side, dtype):
+    line = 2 * np.eye(side) - np.eye(side, k=1) - np.eye(side, k=-1)
+    return (np.kron(line, np.eye(side)) + np.kron(np.eye(side), line)).astype(dtype)
+
+
+def random_spd(condition, dtype):
+    return hermitian(1, np.geomspace(1, condition, 144), dtype)
+
+
+PROBLEMS = {
+    "rbf, noise 1e-2": lambda: rbf(144, 1e-2, np.float64),
+    "rbf, noise 1e-4": lambda: rbf(144, 1e-4, np.float64),
+    "rbf, noise 1e-2, float32": lambda: rbf(144, 1e-2, np.float32),
+    "rbf, noise 1e-4, float32": lambda: rbf(144, 1e-4, np.float32),
+    "laplacian": lambda: laplacian(12, np.float64),
+    "condition 1e2": lambda: random_spd(1e2, np.float64),
+    "condition 1e8": lambda: random_spd(1e8, np.float64),
+    "complex": lambda: random_spd(1e3, np.complex128),
+}
+
+
+def log_and_bracket(key, matrix, window):
+    estimator = tx.SLQEstimator(krylov=tx.Lanczos(window))
+    solution = logdet(matrix, estimator, k=10, num_steps=20, key=key)
+    return solution.value, solution.std_err, solution.stats["bracket"]
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [*((name, None) for name in PROBLEMS), ("rbf, noise 1e-4", 0)]
+)
+def test_error_is_covered(name, window):
+    """Three standard errors and the bracket, for 99% of 200 keys, at a depth that is far
+    too small for some of these; the bracket's ends are on both sides of the value."""
+    matrix = PROBLEMS[name]()
+    _, exact = np.linalg.slogdet(matrix.astype(np.promote_types(matrix.dtype, float)))
+    found = over_keys(log_and_bracket, matrix, window, num_keys=200)
+    value, std_err, (low, high) = *map(np.asarray, found[:2]), np.asarray(found[2]).T
+    assert np.all((low <= value) & (value <= high))
+    covered = (low - 3 * std_err <= exact) & (exact <= high + 3 * std_err)
+    assert np.mean(covered) >= 0.99
+
+
+def sample_brackets(matrix, function, lower_bound, num_steps):
+    estimator = tx.SLQEstimator(lower_bound=lower_bound)
+    settings = {"k": 12, "num_steps": num_steps, "key": KEY}
+    return trace_of(matrix, function, estimator, **settings).stats["sample_brackets"]
+
+
+@pytest.mark.parametrize(
+    ("function", "exact"),
+    [(tx.Log(), np.log), (tx.Entropy(), lambda x: -x * np.log(x))],
+    ids=["log", "entropy"],
+)
+def test_brackets_hold_for_each_probe_and_tighten(function, exact):
+    """Against `z* f(A) z` from an eigendecomposition."""
+    matrix = rbf(100, 1e-2, np.float64)
+    values, vectors = np.linalg.eigh(matrix)
+    exact = exact(values) @ (vectors.T @ seen_by(100, 12)) ** 2
+    slack, widths = 1e-10 * np.max(np.abs(exact)), []
+    for lower_bound, steps in ((0.0, 12), (0.009, 12), (0.009, 40)):
+        lower_bound = np.asarray(lower_bound)
+        found = compiled(sample_brackets, matrix, function, lower_bound, steps)
+        low, high = np.asarray(found).T
+        assert np.all((low <= exact + slack) & (exact <= high + slack))
+        widths.append(np.mean(high - low))
+    assert widths[0] >= widths[1] > 10 * widths[2]
+
+
+class Monomial(eqx.Module):
+    """With a degree that is an argument of the program."""
+
+    degree: np.ndarray
+
+    def __call__(self, x):
+        return jnp.power(x, self.degree)
+
+
+def samples_of(matrix, function, num_steps):
+    settings = {"k": 6, "num_steps": num_steps, "key": KEY, "tags": lx.symmetric_tag}
+    return trace_of(matrix, function, **settings).stats["samples"]
+
+
+def test_exact_for_polynomials():
+    matrix, steps = hermitian(2, np.linspace(-1, 2, N)), 4
+    probes = seen_by(N, 6)
+    for degree in (0, 2 * steps - 1, 2 * steps):
+        power = np.linalg.matrix_power(matrix, degree)
+        exact = np.sum(probes * (power @ probes), axis=0)
+        samples = compiled(samples_of, matrix, Monomial(np.asarray(degree)), steps)
+        assert np.allclose(samples, exact, rtol=1e-11) == (degree < 2 * steps), degree
+
+
+EXACT = {
+    "identity": 2.5 * np.ones(N),
+    "repeated eigenvalues": np.repeat([0.5, 2.0, 3.0, 7.0], N // 4),
+    "rank one plus identity": np.where(np.arange(N) == 3, 50.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_after_an_early_breakdown(name, dtype):
+    """Few distinct eigenvalues: the quadrature is exact, also in what it reports."""
+    matrix = hermitian(4, EXACT[name], dtype)
+    values, vectors = np.linalg.eigh(matrix.astype(np.promote_types(dtype, float)))
+    exact = np.log(values) @ np.abs(vectors.conj().T @ seen_by(N, 5)) ** 2
+    solution = compiled(logdet, matrix, k=5, num_steps=N, key=KEY)
+    tolerance = 100 * float(np.finfo(dtype).eps) * N
+    assert np.allclose(solution.stats["samples"], exact, rtol=1e-12, atol=tolerance)
+    low, high = solution.stats["bracket"]
+    assert high - low < tolerance
+    if name == "identity":
+        assert np.abs(solution.value - N * np.log(2.5)) < tolerance
+        assert solution.std_err < tolerance
+
+
+def test_exact_after_n_steps():
+    """At condition number 1e4."""
+    matrix = hermitian(1, np.geomspace(1, 1e4, N))
+    solution = compiled(logdet, matrix, k=5, num_steps=N, key=KEY)
+    values, vectors = np.linalg.eigh(matrix)
+    exact = np.log(values) @ (vectors.T @ seen_by(N, 5)) ** 2
+    assert np.allclose(solution.stats["samples"], exact, rtol=1e-9)
+
+
+def tanh_fraction(x):
+    return jnp.tanh(x) / (1 + x)
+
+
+# With their derivatives.
+FUNCTIONS = {
+    "log": (tx.Log(), lambda x: 1 / x),
+    "inverse": (tx.Inverse(), lambda x: -1 / x**2),
+    "square root": (tx.Power(0.5), lambda x: 0.5 / np.sqrt(x)),
+    "cube": (tx.Power(3), lambda x: 3 * x**2),
+    "exp": (tx.Exp(-0.5), lambda x: -0.5 * np.exp(-0.5 * x)),
+    "entropy": (tx.Entropy(), lambda x: -np.log(x) - 1),
+    "callable": (
+        tanh_fraction,
+        lambda x: 1 / np.cosh(x) ** 2 / (1 + x) - np.tanh(x) / (1 + x) ** 2,
+    ),
+}
+
+
+def value_and_slope(key, matrix, direction, call, **settings):
+    """Of `call(matrix + t direction)` at t = 0."""
+
+    def value(t):
+        solution = call(matrix + t * direction, key=key, **settings)
+        return solution.value, solution.std_err
+
+    (found, std_err), slope = jax.value_and_grad(value, has_aux=True)(0.0)
+    return found, slope, std_err
+
+
+def slope_along(values, vectors, slopes, direction):
+    """`tr(f'(A) dA)`."""
+    diagonal = np.sum(vectors.conj() * (direction @ vectors), axis=0).real
+    return np.sum(slopes(values) * diagonal)
+
+
+MATRIX = hermitian(5, np.linspace(1, 3, N))
+DIRECTION = hermitian(6, np.linspace(-1, 2, N))
+
+
+def slope_of(key, k, matrix, direction, function):
+    call = ft.partial(trace_of, function=function, k=k, num_steps=14)
+    return value_and_slope(key, matrix, direction, call)[1]
+
+
+def exact_slopes(matrix, direction, functions):
+    return [slope_of(None, N, matrix, direction, each) for each in functions]
+
+
+def test_exact_derivative_of_each_function():
+    """With `k >= n`, of all functions in one program."""
+    functions, derivatives = zip(*FUNCTIONS.values(), strict=True)
+    found = compiled(exact_slopes, MATRIX, DIRECTION, functions)
+    for name, slope, derivative in zip(FUNCTIONS, found, derivatives, strict=True):
+        exact = slope_along(*np.linalg.eigh(MATRIX), derivative, DIRECTION)
+        assert np.isclose(slope, exact, rtol=1e-9, atol=0), name
+
+
+@pytest.mark.parametrize("name", ["log", "entropy", "callable"])
+def test_derivative_of_an_estimate(name):
+    """Lanczos has converged at 14 steps; one direction; false alarm 6e-5. The rule is one
+    for all functions, whose own derivatives are tested above."""
+    function, derivative = FUNCTIONS[name]
+    exact = slope_along(*np.linalg.eigh(MATRIX), derivative, DIRECTION)
+    samples = over_keys(slope_of, 4, MATRIX, DIRECTION, function)
+    assert z_score(samples, exact) < 4
+
+
+SQUARE = (np.linspace(0, 1, N)[:, None] - np.linspace(0, 1, N)) ** 2
+THETA = np.array([0.1, 0.05])
+
+
+def kernel(theta):
+    noise = theta[1] * jnp.eye(N)
+    return jnp.exp(-SQUARE / (2 * theta[0] ** 2)) + noise
+
+
+def exact_derivatives(theta):
+    """Value, gradient and Hessian of the log-determinant of the kernel."""
+    length, noise = theta
+    smooth, zero = np.exp(-SQUARE / (2 * length**2)), np.zeros((N, N))
+    matrix = smooth + noise * np.eye(N)
+    first = [smooth * SQUARE / length**3, np.eye(N)]
+    in_length = smooth * (SQUARE**2 / length**6 - 3 * SQUARE / length**4)
+    second = [[in_length, zero], [zero, zero]]
+    first_solved, second_solved = (np.linalg.solve(matrix, x) for x in (first, second))
+    products = np.einsum("aij,bji->ab", first_solved, first_solved)
+    slope, traces = (
+        np.trace(x, axis1=-2, axis2=-1) for x in (first_solved, second_solved)
+    )
+    return np.linalg.slogdet(matrix)[1], slope, traces - products
+
+
+def with_nystrom(theta, operator, key):
+    key = jr.fold_in(key, 1)
+    return tx.nystrom_preconditioner(operator, 16, key=key, shift=theta[1])
+
+
+def with_estimated_shift(theta, operator, key):
+    return tx.nystrom_preconditioner(operator, 16, key=jr.fold_in(key, 1))
+
+
+def with_cholesky(theta, operator, key):
+    return tx.pivoted_cholesky_preconditioner(operator, 16, shift=theta[1])
+
+
+def without(theta, operator, key):
+    return None
+
+
+PRECONDITIONERS = [without, with_nystrom, with_estimated_shift, with_cholesky]
+
+
+def gp_logdet(theta, key, preconditioner=without, **settings):
+    matrix = kernel(theta)
+    if preconditioner in PRECONDITIONERS:
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        preconditioner = preconditioner(theta, operator, key)
+    settings |= {"k": 4, "num_steps": 25, "key": key}
+    return logdet(matrix, preconditioner=preconditioner, **settings).value
+
+
+def gp_value_and_slope(key, theta, preconditioner):
+    value, slope = jax.value_and_grad(gp_logdet)(theta, key, preconditioner)
+    return jnp.append(value, slope)
+
+
+@ft.cache
+def gp_samples(preconditioner):
+    return np.asarray(over_keys(gp_value_and_slope, THETA, preconditioner))
+
+
+def check_value_and_slope(samples):
+    value, slope, _ = exact_derivatives(THETA)
+    for column, exact in zip(samples.T, [value, *slope], strict=True):
+        assert z_score(column, exact) < 4
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_gradient_of_a_log_determinant(preconditioner):
+    """Value and both derivatives by z-test, 300 keys, false alarm 6e-5 each; and the
+    preconditioner lowers the spread of all three."""
+    found = gp_samples(preconditioner)
+    check_value_and_slope(found)
+    if preconditioner is not without:
+        share = 1 / 3 if preconditioner is with_estimated_shift else 1 / 20
+        most = share * np.std(gp_samples(without), axis=0)
+        assert np.all(np.std(found, axis=0) < most)
+
+
+def krylov_aware_gp(key, theta):
+    estimator = tx.KrylovAwareEstimator()
+
+    def value(theta):
+        return gp_logdet(theta, key, with_nystrom, estimator=estimator)
+
+    return jnp.append(*jax.value_and_grad(value)(theta))
+
+
+def test_preconditioned_krylov_aware():
+    """What the control variate replaces is told by the estimator's own probes; 300 keys,
+    false alarm 6e-5."""
+    found = np.asarray(over_keys(krylov_aware_gp, THETA))
+    check_value_and_slope(found)
+    assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 100)
+
+
+def test_preconditioner_is_constant():
+    """One that is a leaf of what is differentiated, in a log-determinant and a solve."""
+
+    @eqx.filter_jit
+    def slopes(theta):
+        matrix = kernel(theta)
+        operator = lambda x: lx.MatrixLinearOperator(x * matrix, PSD)  # noqa: E731
+        made = with_nystrom(theta, operator(1.0), KEY)
+
+        def value(both):
+            scale, preconditioner = both
+            settings = {"k": 4, "num_steps": 8, "preconditioner": preconditioner}
+            determinant = tx.logdet(operator(scale), key=KEY, **settings).value
+            options = {"preconditioner": preconditioner.inverse()}
+            solver, ones = lx.CG(rtol=1e-9, atol=1e-9), jnp.ones(N)
+            solved = lx.linear_solve(operator(scale), ones, solver, options=options)
+            return determinant + jnp.sum(solved.value)
+
+        slope, others = eqx.filter_grad(value)((jnp.array(1.0), made))
+        return slope, jax.grad(lambda x: value((x, made)))(1.0), others
+
+    slope, along, others = slopes(THETA)
+    assert np.isclose(slope, along, rtol=1e-9)
+    arrays = jax.tree.leaves(eqx.filter(others, eqx.is_inexact_array))
+    assert arrays
+    assert not any(np.any(x) for x in arrays)
+
+
+def test_preconditioner_of_another_matrix_is_unbiased():
+    """As in training, where one is kept for some steps; 300 keys, false alarm 6e-5."""
+
+    @jax.jit
+    def old(theta):
+        operator = lx.MatrixLinearOperator(kernel(theta), PSD)
+        return tx.nystrom_preconditioner(operator, 8, key=KEY, shift=0.06)
+
+    samples = over_keys(gp_value_and_slope, THETA, old(1.2 * THETA))
+    check_value_and_slope(np.asarray(samples))
+
+
+def gp_hessian(key, theta):
+    gradient = tx.SolveGradient(lx.CG(rtol=1e-10, atol=1e-10))
+    return jax.hessian(lambda theta: gp_logdet(theta, key, gradient=gradient))(theta)
+
+
+def test_hessian_by_solves():
+    """All second derivatives, 300 keys, false alarm 6e-5 each."""
+    found, exact = np.asarray(over_keys(gp_hessian, THETA)), exact_derivatives(THETA)[2]
+    for i in range(2):
+        for j in range(2):
+            assert z_score(found[:, i, j], exact[i, j]) < 4, (i, j)
+
+
+def slope_in_matrix(matrix, function, gradient):
+    settings = {"k": 5, "num_steps": N, "key": KEY, "gradient": gradient}
+    return jax.grad(lambda x: trace_of(x, function, **settings).value)(matrix)
+
+
+@pytest.mark.parametrize("function", [tx.Log(), tx.Power(-2)])
+def test_gradient_by_solves_equals_that_by_lanczos(function):
+    """With one column; with more, of the logarithm, in directions commuting with A."""
+    matrix = np.exp(-SQUARE / (2 * 0.1**2)) + 0.3 * np.eye(N)
+    solver = lx.CG(1e-12, 1e-12)
+    slope = ft.partial(compiled, slope_in_matrix, matrix, function)
+    solved, one = slope(tx.SolveGradient(solver)), slope(tx.LanczosGradient(columns=1))
+    assert np.allclose(one, solved, rtol=1e-6, atol=1e-6 * np.max(np.abs(one)))
+    if function == tx.Log():
+        four = slope(tx.LanczosGradient())
+        for direction in (np.eye(N), matrix, matrix @ matrix):
+            exact, found = np.sum(solved * direction), np.sum(four * direction)
+            assert np.isclose(found, exact, rtol=1e-9)
+
+
+def second_by_solves(matrix, direction, scale):
+    gradient = tx.SolveGradient(lx.CG(rtol=1e-6, atol=1e-6))
+    settings = {"k": 5, "num_steps": N, "key": KEY, "gradient": gradient}
+
+    def value(t):
+        moved = scale * (matrix + t * direction)
+        return trace_of(moved, tx.Inverse(), **settings).value
+
+    return jax.grad(jax.grad(value))(0.0)
+
+
+def test_second_derivative_by_solves_at_any_scale():
+    """By reverse mode over reverse mode, with solves for cotangents of any size, against
+    the derivative of `z* f'(A) dA z` in `f'(A)` alone."""
+    matrix = hermitian(11, np.linspace(1, 4, N))
+    direction = hermitian(12, np.linspace(1, 2, N))
+    found = [
+        scale * np.asarray(compiled(second_by_solves, matrix, direction, scale))
+        for scale in map(np.asarray, (1.0, 1e6, 1e12))
+    ]
+    assert np.allclose(found, found[0], rtol=1e-5)
+    inverse = np.linalg.inv(matrix)
+    square = inverse @ inverse
+    slope = inverse @ direction @ square + square @ direction @ inverse
+    probes = seen_by(N, 5)
+    exact = np.mean(np.sum(probes * (slope @ direction @ probes), axis=0))
+    assert np.isclose(found[0], exact, rtol=1e-5)
+
+
+def general(seed, n=16):
+    normal = np.random.default_rng(seed).standard_normal((2, n, n))
+    return (normal[0] + 1j * normal[1]) / 2**0.5
+
+
+def free_logdet(matrix, **settings):
+    return tx.logdet(matrix_free(matrix), throw=False, **settings)
+
+
+def value_and_slope_of_general(key, k, matrix, direction, gradient):
+    call = ft.partial(free_logdet, k=k, num_steps=12, gradient=gradient)
+    return value_and_slope(key, matrix, direction, call)
+
+
+@pytest.mark.parametrize("by_solves", [False, True])
+def test_general_square(by_solves):
+    """log|det| and its derivative in one direction, 300 keys, false alarm 6e-5 each."""
+    matrix = general(7) / 4 + 2 * np.eye(16)
+    # Close to what left and right singular vectors differ by, to tell them apart.
+    direction = matrix - 2 * np.eye(16) + general(8) / 4
+    solver = lx.GMRES(rtol=1e-10, atol=1e-10, restart=16)
+    gradient = tx.SolveGradient(solver) if by_solves else tx.LanczosGradient()
+    value = np.linalg.slogdet(matrix)[1]
+    slope = np.trace(np.linalg.solve(matrix, direction)).real
+    arguments = 16, 4, matrix, direction, gradient
+    function = value_and_slope_of_general
+    found, (values, slopes, _) = exactly_and_over_keys(function, *arguments)
+    assert np.allclose(found, [value, slope, 0])
+    assert z_score(values, value) < 4
+    assert z_score(slopes, slope) < 4
+
+
+def trace_of_exp(key, matrix, direction, estimator):
+    call = ft.partial(
+        trace_of, function=tx.Exp(3.0), estimator=estimator, k=8, num_steps=10
+    )
+    return value_and_slope(key, matrix, direction, call)
+
+
+def test_krylov_aware():
+    """Value and derivative by z-test, 300 keys, false alarm 6e-5 each, and a spread far
+    below that of plain quadrature for the same products."""
+    matrix = hermitian(9, 6 * 0.8 ** np.arange(48) + 0.1, np.complex128)
+    direction = hermitian(10, np.linspace(-1, 2, 48), np.complex128)
+    values, vectors = np.linalg.eigh(matrix)
+    slopes = lambda x: 3 * np.exp(3 * x)  # noqa: E731
+    exact = np.sum(np.exp(3 * values)), slope_along(values, vectors, slopes, direction)
+    plain, found = (
+        [np.asarray(x) for x in over_keys(trace_of_exp, matrix, direction, estimator)]
+        for estimator in (tx.SLQEstimator(), tx.KrylovAwareEstimator())
+    )
+    for value, slope, std_err in (plain, found):
+        assert z_score(value, exact[0]) < 4
+        assert z_score(slope, exact[1]) < 4
+        assert 0.9 < np.sqrt(np.mean(std_err**2)) / np.std(value) < 2.5
+    assert np.std(found[0]) < np.std(plain[0]) / 4
+    assert np.std(found[1]) < np.std(plain[1]) / 2
+
+
+def scaled_exp(scale):
+    return lambda x: jnp.exp(scale * x)
+
+
+def value_and_slope_in_scale(scale, matrix, k, function):
+    def value(scale):
+        settings = {"k": k, "num_steps": 12, "key": KEY, "tags": lx.symmetric_tag}
+        return trace_of(matrix, function(scale), **settings).value
+
+    return jax.value_and_grad(value)(scale)
+
+
+@pytest.mark.parametrize("function", [tx.Exp, scaled_exp])
+def test_derivative_in_the_parameters_of_a_function(function):
+    values = np.linspace(0, 2, N)
+    matrix = hermitian(11, values)
+
+    def run(scale, k):
+        scale = np.asarray(scale)
+        return compiled(value_and_slope_in_scale, scale, matrix, k, function)
+
+    _, slope = run(-0.7, N)
+    assert np.allclose(slope, np.sum(values * np.exp(-0.7 * values)))
+    difference = run(-0.7 + 1e-6, 4)[0] - run(-0.7 - 1e-6, 4)[0]
+    assert np.allclose(run(-0.7, 4)[1], difference / 2e-6)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_number_of_products(gradient):
+    """A derivative adds those that it is of, and their tangents: one for each column of
+    each probe."""
+    calls = []
+
+    def mv(v):
+        jax.debug.callback(lambda _: calls.append(1), v)
+        return np.linspace(1, 2, N) * v
+
+    def value(t):
+        structure = jax.ShapeDtypeStruct((N,), jnp.float64)
+        operator = lx.FunctionLinearOperator(lambda v: t * mv(v), structure, PSD)
+        solution = tx.logdet(operator, k=4, num_steps=6, key=KEY)
+        assert solution.stats["num_matvecs"] == 24
+        return solution.value
+
+    jax.block_until_ready((jax.grad(value) if gradient else value)(1.0))
+    jax.effects_barrier()
+    assert len(calls) == 24 + 4 * 8 * gradient
+
+
+def inverse_of(matrix):
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    return tx.function_of(operator, tx.Inverse(), N)
+
+
+def products(matrix, vector):
+    inverse = inverse_of(matrix)
+    along = jax.jvp(inverse.mv, (vector,), (vector,))[1]
+    transposed = inverse.transpose().mv(vector)
+    zero = inverse.mv(jnp.zeros_like(vector))
+    dense = inverse.as_matrix(), lx.diagonal(inverse)
+    return inverse.mv(vector), transposed, along, zero, *dense
+
+
+def trace_of_inverse(matrix, estimator):
+    return tx.trace(inverse_of(matrix), estimator, k=24, key=KEY, throw=False)
+
+
+def test_function_of():
+    """f(A) as an operator: products, traces of it by other estimators, its diagonal."""
+    matrix = hermitian(12, np.geomspace(0.1, 10, N), np.complex128)
+    dense = np.linalg.inv(matrix)
+    vector = general(13, N)[0]
+    product, transposed, along, zero, found, diagonal = compiled(products, matrix, vector)
+    assert np.allclose(product, dense @ vector)
+    assert np.allclose(transposed, dense.T @ vector)
+    assert np.allclose(along, dense @ vector)
+    assert np.all(zero == 0)
+    assert np.allclose(found, dense)
+    assert np.allclose(diagonal, np.diagonal(dense))
+    for estimator in (tx.XTraceEstimator(), tx.XNysTraceEstimator()):
+        solution = compiled(trace_of_inverse, matrix, estimator)
+        error = np.abs(solution.value - np.trace(dense))
+        assert error < 6 * solution.std_err, estimator
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    assert not lx.is_positive_semidefinite(tx.function_of(operator, tx.Log(), 5))
+
+
+def three_preconditioners(matrix):
+    """With their inverses and log-determinants; and a log-determinant by the first."""
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    made = (
+        tx.nystrom_preconditioner(operator, 12, key=KEY, shift=0.1),
+        tx.pivoted_cholesky_preconditioner(operator, 12, shift=0.1),
+        tx.nystrom_preconditioner(operator, 12, key=KEY),
+    )
+    found = [(x, x.inverse().as_matrix(), x.logdet) for x in made]
+    settings = {"k": 4, "num_steps": 5, "key": KEY, "preconditioner": made[0]}
+    return found, logdet(matrix, **settings)
+
+
+@pytest.mark.parametrize("dtype", [np.complex128, np.float32])
+def test_preconditioner(dtype):
+    """P, its inverse and log-determinant against dense algebra; exact for a matrix of low
+    rank plus a multiple of the identity."""
+    values = np.geomspace(1, 1e3, N) * (np.arange(N) >= N - 9)
+    matrix = hermitian(14, values, dtype) + 0.1 * np.eye(N, dtype=dtype)
+    tolerance = 1e3 * float(np.finfo(dtype).eps) * float(np.linalg.norm(matrix))
+    three, solution = compiled(three_preconditioners, matrix)
+    names = ("nystrom", "cholesky", "estimated")
+    for name, (preconditioner, inverse, log) in zip(names, three, strict=True):
+        u, values = np.asarray(preconditioner.vectors), np.asarray(preconditioner.values)
+        dense = (u * values) @ u.conj().T + np.asarray(preconditioner.shift) * np.eye(N)
+        assert np.allclose(inverse @ dense, np.eye(N), atol=tolerance), name
+        _, expected = np.linalg.slogdet(dense)
+        assert np.allclose(log, expected, atol=tolerance), name
+        assert preconditioner.num_matvecs == 12
+        if name != "estimated":
+            assert np.allclose(dense, matrix, atol=tolerance), name
+    exact = np.linalg.slogdet(matrix)[1]
+    assert np.allclose(solution.value, exact, atol=tolerance)
+    assert solution.stats["num_matvecs"] == 32
+
+
+def test_cg_with_the_preconditioner():
+    """The same preconditioner in a solve: an order of magnitude fewer steps."""
+    matrix = rbf(300, 1e-3, np.float64)
+    right = np.random.default_rng(15).standard_normal(300)
+
+    @jax.jit
+    def solves(matrix):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        preconditioner = tx.nystrom_preconditioner(operator, 90, key=KEY, shift=1e-3)
+        solver = lx.CG(rtol=1e-8, atol=1e-8, max_steps=2000)
+        found = []
+        for options in ({}, {"preconditioner": preconditioner.inverse()}):
+            solution = lx.linear_solve(
+                operator, right, solver, options=options, throw=False
+            )
+            found.append((solution.value, solution.stats["num_steps"]))
+        return found
+
+    plain, fast = solves(matrix)
+    for solution, _ in (plain, fast):
+        assert np.linalg.norm(matrix @ solution - right) < 1e-5
+    assert fast[1] < plain[1] / 10
+
+
+def test_custom_function():
+    class Softplus(tx.AbstractSpectralFunction):
+        sharpness: jax.Array
+        semidefinite_domain: bool = False
+        singular_at_zero: bool = False
+        bracketed: bool = False
+        nonnegative: bool = True
+
+        def __call__(self, x):
+            return jax.nn.softplus(self.sharpness * x)
+
+    matrix, function = hermitian(16, np.linspace(-1, 1, N)), Softplus(jnp.asarray(2.0))
+    exact = np.sum(np.logaddexp(0, 2 * np.linspace(-1, 1, N)))
+    settings = {"tags": lx.symmetric_tag, "key": KEY}
+    all_of_it = compiled(trace_of, matrix, function, k=N, num_steps=1, **settings)
+    assert np.allclose(all_of_it.value, exact)
+    solution = compiled(trace_of, matrix, function, k=8, num_steps=12, **settings)
+    assert np.abs(solution.value - exact) < 6 * solution.std_err
+    assert eqx.tree_equal(solution.result, tx.RESULTS.successful)
+
+
+@pytest.mark.parametrize("k", [12, tx.Adaptive(rtol=1e-6, max_k=32)], ids=str)
+def test_derivative_in_the_parameters_with_deflation(k):
+    """Exact: the spectrum falls so fast that deflation leaves nothing to samples."""
+    values = 2.0 * 0.5 ** np.arange(40)
+    matrix = hermitian(11, values)
+
+    @eqx.filter_jit
+    def slope(scale, matrix):
+        def value(scale):
+            call = {"k": k, "num_steps": 8, "key": KEY, "throw": False}
+            operator, function = lx.MatrixLinearOperator(matrix, PSD), tx.Exp(scale)
+            return tx.trace_of_function(
+                operator, function, tx.KrylovAwareEstimator(), **call
+            ).value
+
+        return jax.grad(value)(scale)
+
+    found = slope(np.asarray(-0.7), matrix)
+    assert np.allclose(found, np.sum(values * np.exp(-0.7 * values)), rtol=1e-10)
+
+
+class Reciprocal(eqx.Module):
+    scale: jax.Array
+
+    def __call__(self, x):
+        return self.scale / x
+
+
+@eqx.filter_jit
+def with_a_pole(scale, matrix, estimator):
+    def value(scale):
+        operator = matrix_free(matrix, lx.symmetric_tag)
+        call = {"k": 8, "num_steps": 10, "key": KEY, "throw": False}
+        function = Reciprocal(scale)
+        solution = tx.trace_of_function(operator, function, estimator, **call)
+        return solution.value, solution
+
+    return jax.value_and_grad(value, has_aux=True)(scale)
+
+
+SIGNS = np.repeat([1.0, -1.0], 8)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "matrix", "bars"),
+    [
+        (tx.SLQEstimator(), np.diag(SIGNS), 0),
+        (tx.KrylovAwareEstimator(), hermitian(0, SIGNS), 4),
+        (tx.KrylovAwareEstimator(), hermitian(0, np.linspace(1, 2, 16)), 0),
+    ],
+    ids=["SLQ", "deflated", "nothing left"],
+)
+def test_a_pole_that_no_eigenvalue_meets(estimator, matrix, bars):
+    """After a breakdown, or where nothing is left, no function value is asked for, nor a
+    derivative of one. Rounding decides whether that deflation is of the whole space."""
+    (value, solution), slope = with_a_pole(jnp.asarray(2.0), matrix, estimator)
+    error = np.abs(value - 2 * np.trace(np.linalg.inv(matrix)))
+    assert solution.result == tx.RESULTS.successful
+    assert error <= bars * solution.std_err + 1e-10
+    assert np.allclose(2 * slope, value, atol=1e-10)

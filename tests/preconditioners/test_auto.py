@@ -1,0 +1,280 @@
+"""The preconditioner whose rank the data choose."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+from ..helpers import hermitian, PSD
+
+
+N, SHIFT, KEY = 120, 1e-2, jr.key(0)
+K = tx.Adaptive(rtol=1e-4, max_k=64)
+MAX_RANK = 80
+
+
+def decaying(dtype=np.float64, rate=0.8, shift=SHIFT):
+    return hermitian(0, 10 * rate ** np.arange(N) + shift, dtype)
+
+
+def exact(matrix):
+    wide = np.promote_types(matrix.dtype, np.float64)
+    return np.linalg.slogdet(matrix.astype(wide))[1]
+
+
+def run(matrix, shift, key, k=K, *settings):
+    """Beside the solution the rank, which is what is left of the products."""
+    shift = jnp.asarray(shift, np.finfo(matrix.dtype).dtype)
+    return compiled(matrix, shift, key, k, *settings)
+
+
+@eqx.filter_jit
+def compiled(matrix, shift, key, k, num_steps=tx.AdaptiveSteps(), most=MAX_RANK):
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    outer = tx.AutoPreconditioner(shift, most)
+    settings = {"key": key, "throw": False, "num_steps": num_steps}
+    solution = tx.logdet(operator, k=k, preconditioner=outer, **settings)
+    probes = jnp.sum(jnp.isfinite(solution.stats["samples"]))
+    spent = probes * num_steps if isinstance(num_steps, int) else 0
+    if not isinstance(num_steps, int):
+        spent = (probes + 1) * solution.stats["num_steps"]
+    return solution, solution.stats["num_matvecs"] - spent
+
+
+def check(matrix, solution, rtol=1e-4):
+    """The tolerance is met, but for the one in 20 that may be beyond."""
+    assert solution.result == tx.RESULTS.successful
+    assert abs(solution.value / exact(matrix) - 1) <= 1.5 * rtol
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
+@pytest.mark.parametrize("rate", [0.5, 0.8])
+def test_value(rate, scale):
+    matrix = scale * decaying(rate=rate)
+    solution, rank = run(matrix, scale * SHIFT, KEY)
+    check(matrix, solution)
+    assert rank % 8 == 0
+    assert 8 < rank <= MAX_RANK
+
+
+def test_rank_follows_decay_and_tolerance():
+    """The slower the decay, and the smaller the tolerance, the higher the rank."""
+    slower = [run(decaying(rate=rate), SHIFT, KEY)[1] for rate in (0.5, 0.7, 0.85)]
+    assert slower == sorted(slower)
+    assert slower[0] < slower[-1]
+    found = [
+        run(decaying(), SHIFT, KEY, tx.Adaptive(rtol=rtol, max_k=64))
+        for rtol in (1e-2, 1e-4, 1e-6)
+    ]
+    closer = [rank for _, rank in found]
+    assert closer == sorted(closer)
+    assert closer[0] < closer[-1]
+    for (solution, _), rtol in zip(found, (1e-2, 1e-4, 1e-6), strict=True):
+        check(decaying(), solution, rtol)
+
+
+@pytest.mark.parametrize("shift", [2.0, 1e-3])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_low_rank_takes_two_blocks(shift, rank):
+    """One that is enough, and one to see it."""
+    matrix = hermitian(0, np.where(np.arange(N) < rank, 50.0, 0) + shift)
+    solution, found = run(matrix, shift, KEY)
+    assert found == 16
+    assert np.isclose(solution.value, exact(matrix), rtol=1e-11, atol=1e-10)
+
+
+def test_does_not_grow_where_it_saves_nothing():
+    """On a flat spectrum no rank helps, and few products are lost."""
+    matrix = hermitian(0, np.linspace(1.0, 3.0, N))
+    solution, rank = run(matrix, 1.0, KEY, 8, 12)
+    assert rank <= 8 * 12 / 4 + 8
+    assert abs(solution.value - exact(matrix)) <= 4 * solution.std_err
+
+
+def test_single_precision_and_complex():
+    matrix = decaying(np.complex64)
+    solution, rank = run(matrix, SHIFT, KEY)
+    check(matrix, solution)
+    assert solution.value.dtype == np.float32
+    assert rank < MAX_RANK
+
+
+def test_one_probe_and_less_than_a_block():
+    matrix = decaying(rate=0.7)
+    solution, rank = run(matrix, SHIFT, KEY, 1, 6, 5)
+    assert rank == 5
+    assert solution.result == tx.RESULTS.successful
+    low, high = solution.stats["bracket"]
+    assert low <= solution.value <= high
+
+
+@pytest.mark.parametrize("factor", [3.0, 1e-3])
+def test_a_wrong_shift_is_no_confident_wrong_number(factor):
+    """Above the spectrum's end, or far below: less accurate, and it says so."""
+    matrix = decaying()
+    solution, _ = run(matrix, factor * SHIFT, KEY)
+    low, high = solution.interval(0.999)
+    assert low <= exact(matrix) <= high
+    assert solution.result != tx.RESULTS.successful
+
+
+def test_error_bars_and_gradient():
+    """Over 36 keys: mean errors within 4 standard errors, a false alarm in 16000 for
+    each of three; the tolerance
+    is met by 95 in 100, or three standard errors less."""
+    base = decaying(shift=0.0)
+    k = tx.Adaptive(rtol=1e-3, max_k=64)
+
+    def value(scale, shift, key):
+        solution, _ = run(scale * base + shift * jnp.eye(N), shift, key, k)
+        return solution.value
+
+    keys = jr.split(KEY, 36)
+    both = jax.jit(jax.vmap(jax.value_and_grad(value, (0, 1)), (None, None, 0)))
+    values, slopes = both(1.0, SHIFT, keys)
+    matrix = decaying()
+    inverse = np.linalg.inv(matrix)
+    expected = exact(matrix), np.sum(inverse * base), np.trace(inverse)
+    for found, truth in zip((values, *slopes), expected, strict=True):
+        assert abs(np.mean(found) - truth) <= 4 * np.std(found, ddof=1) / 6
+    inside = np.mean(np.abs(values / expected[0] - 1) <= 1e-3)
+    assert inside >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 36)
+
+
+def test_products_are_counted():
+    """By a product that counts its vectors while it runs."""
+    matrix, made = decaying(), []
+
+    def product(vectors):
+        made.append(vectors.size // N)
+        return vectors @ matrix
+
+    def mv(vector):
+        like = jax.ShapeDtypeStruct((N,), vector.dtype)
+        return jax.pure_callback(product, like, vector, vmap_method="expand_dims")
+
+    structure = jax.ShapeDtypeStruct((N,), jnp.float64)
+    operator = lx.FunctionLinearOperator(mv, structure, PSD)
+    solution = tx.logdet(
+        operator,
+        k=10,
+        num_steps=4,
+        key=KEY,
+        preconditioner=tx.AutoPreconditioner(SHIFT, max_rank=1000),
+    )
+    jax.block_until_ready(solution.value)
+    assert sum(made) == solution.stats["num_matvecs"]
+
+
+def test_meshes_pytrees_and_negative_operators():
+    """All at once: the numbers of a positive matrix on one device."""
+    matrix = decaying()
+    solution, _ = run(matrix, SHIFT, KEY)
+    settings = {"k": K, "key": KEY, "throw": False}
+    settings["preconditioner"] = tx.AutoPreconditioner(SHIFT, MAX_RANK)
+    settings["execution"] = tx.Sharded(tx.probe_mesh())
+
+    def mv(tree):
+        joined = jnp.concatenate([tree["a"].ravel(), tree["b"]])
+        parts = jnp.split(-matrix @ joined, [20])
+        return {"a": parts[0].reshape(4, 5), "b": parts[1]}
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float64)  # noqa: E731
+    structure = {"a": shape(4, 5), "b": shape(N - 20)}
+    tags = lx.negative_semidefinite_tag
+    other = tx.logdet(lx.FunctionLinearOperator(mv, structure, tags), **settings)
+    assert np.isclose(other.value, solution.value, rtol=1e-10)
+    assert np.isclose(other.std_err, solution.std_err, rtol=1e-6)
+    assert other.stats["num_matvecs"] == solution.stats["num_matvecs"]
+
+
+def nystrom(shift):
+    operator = lx.MatrixLinearOperator(decaying(), PSD)
+    return tx.nystrom_preconditioner(operator, 10, key=KEY, shift=shift)
+
+
+def test_a_preconditioner_in_another_one_rescales_the_bound():
+    """Both are multiples of the identity. The bound of A is one of what they leave."""
+    matrix = hermitian(0, np.append(np.full(90, 0.5), np.geomspace(1e6, 1e7, N - 90)))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    settings = {"k": 10, "num_steps": 2, "key": KEY, "throw": False}
+    bounded = tx.SLQEstimator(lower_bound=0.5)
+    plain = tx.logdet(operator, bounded, **settings)
+    nested = tx.Preconditioned(bounded, Multiple(2.0))
+    found = tx.logdet(operator, nested, preconditioner=Multiple(10.0), **settings)
+    assert np.allclose(found.stats["bracket"], plain.stats["bracket"], rtol=1e-6)
+
+
+class Multiple(tx.AbstractPreconditioner):
+    """Of the identity."""
+
+    factor: float
+    num_matvecs: int = 0
+    size = N
+
+    @property
+    def logdet(self):
+        return N * jnp.log(self.factor)
+
+    @property
+    def largest(self):
+        return jnp.asarray(self.factor)
+
+    def power(self, exponent, x):
+        return self.factor**exponent * x
+
+    def control(self, operator, value, probes, execution):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tx.AutoPreconditioner(0.1, 0), ValueError, "`max_rank` must be at"),
+        (lambda: tx.AutoPreconditioner(0.1, 2.0), TypeError, "`max_rank` must be an"),
+        (lambda: tx.AutoPreconditioner(-1.0), ValueError, "`shift` must be positive"),
+        (lambda: tx.AutoPreconditioner(np.inf), ValueError, "`shift` must be positive"),
+        (lambda: tx.AutoPreconditioner(None), TypeError, "`shift` must be a real number"),
+        (lambda: run(decaying(), SHIFT, None), ValueError, "`key` is missing"),
+        (lambda: nystrom(-1.0), ValueError, "`shift` must be finite, 0 or more"),
+        (lambda: nystrom(np.inf), ValueError, "`shift` must be finite"),
+        (lambda: nystrom(np.nan), ValueError, "`shift` must be a number"),
+        (lambda: nystrom(jnp.ones(1)), TypeError, "`shift` must be a real number"),
+        (lambda: nystrom("0.1"), TypeError, "`shift` must be a real number"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.usefixtures("without_exact_answers")
+def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
+    """Another tolerance would choose another rank."""
+    matrix = decaying(rate=0.9, shift=1.0)
+
+    def solve(rtol, max_k, state=None):
+        return run(matrix, 1.0, KEY, tx.Adaptive(rtol=rtol, max_k=max_k, state=state))
+
+    loose, small = solve(0.5, 16)
+    solution, rank = solve(1e-6, 64, loose.state)
+    _, alone = solve(1e-6, 64)
+    assert rank == small < alone
+    error = np.abs(solution.value - exact(matrix))
+    assert error < 6 * solution.std_err
+
+
+def test_shift_above_eigenvalues_that_the_sketch_sees():
+    """Where A less the shift is negative, the preconditioner is the shift."""
+    matrix = hermitian(0, np.append(np.full(10, 100.0), np.full(N - 10, 0.1)))
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+    outer = tx.nystrom_preconditioner(operator, 50, key=KEY, shift=0.11)
+    assert outer.largest < 101
+    settings = {"k": 10, "num_steps": 10, "key": jr.key(1), "preconditioner": outer}
+    solution = tx.logdet(operator, **settings)
+    assert np.abs(solution.value - exact(matrix)) < 1e-2
