@@ -17,7 +17,7 @@ import pytest
 import traceax as tx
 from traceax._operators.door import flatten
 from traceax._run.execution import Local
-from traceax._run.loop import fold
+from traceax._run.fold import fold
 from traceax._run.solve import _hash
 
 from ..helpers import hermitian, matrix_free, PSD

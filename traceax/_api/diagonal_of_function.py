@@ -24,8 +24,8 @@ from .._operators.checks import check_hermitian
 from .._operators.door import enter, Facts
 from .._preconditioners.base import AbstractPreconditioner, check_size
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import check_domain, domain_result
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
-from .._quadrature.quadratic_form import check_domain, how_outside
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
@@ -117,7 +117,7 @@ class _DiagonalOfFunction(AbstractTask):
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
         lost = jnp.isfinite(look.product).all() & ~jnp.isfinite(estimate.value).all()
-        elsewhere = failure(lost, how_outside(function, flat))
+        elsewhere = failure(lost, domain_result(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
         lost_digits = _mean_size(look.rounding) > 0.02 * _mean_size(value)
         precise = failure(lost_digits, RESULTS.precision_lost)

@@ -28,8 +28,8 @@ from .._operators.stacked import stacked
 from .._operators.tags import is_hermitian
 from .._preconditioners.base import AbstractPreconditioning, Congruence
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import worst
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
@@ -61,7 +61,9 @@ class _TraceDifference(AbstractFunctionTask):
         assert b.bounds is not None
         value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
         extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
-        extra = entries_without_probes(self.function, value.real, worst(extremes))
+        extra = entries_without_probes(
+            self.function, value.real, critical_extremes(extremes)
+        )
         return dataclasses.replace(
             a,
             value=value,

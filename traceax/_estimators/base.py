@@ -22,8 +22,8 @@ from .._run.budget import Budget
 from .._run.exact import exact, exact_from_diagonal
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach_derivative
-from .._run.loop import stream
 from .._run.solve import AbstractTask, solve
+from .._run.stream import stream
 
 
 class AbstractEstimator(eqx.Module):

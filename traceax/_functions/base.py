@@ -134,7 +134,7 @@ class AbstractFunctionTask(AbstractTask):
         return exact_limit(self.num_steps)
 
 
-def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
+def describe_mismatch(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
     """The part of an error message that describes an operator and a function that do not
     fit each other."""
     known = "known" if operator.hermitian else "not known"

@@ -22,8 +22,8 @@ from .._operators.checks import check_hermitian, check_is_operator
 from .._operators.door import flatten, unflatten
 from .._operators.tags import hermitian_tag
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import outside_domain, slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import outside_domain, slopes_at, values_at
 from .._quadrature.rules import roundoff
 from .._quadrature.tridiagonal import (
     apply_to_first,

@@ -22,13 +22,13 @@ from .._krylov.lanczos_recurrence import (
     BlockLanczosState,
 )
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import span
+from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach
 from .._run.loop import embed
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
-from .base import AbstractFunctionEstimator, found
+from .base import AbstractFunctionEstimator, describe_mismatch
 from .deflated_forms import DeflatedForms
 from .deflation import Deflation
 from .gradients import AbstractFunctionGradient
@@ -172,7 +172,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         settings = operator, function, gradient, rest, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, extremes = streamed.summary
-        extremes = span(jnp.stack([extremes, forms.ends]))
+        extremes = spectral_range(jnp.stack([extremes, forms.ends]))
 
         def mean():
             left = deflation.left(function, operator.eps)
@@ -211,8 +211,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         if not Lanczos().fits(operator, function):
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
-                f"function of its eigenvalues. {found(operator, function)} Add the tag "
-                "that holds, or use `traceax.SLQEstimator`."
+                "function of its eigenvalues. "
+                f"{describe_mismatch(operator, function)} Add the tag that holds, or use "
+                "`traceax.SLQEstimator`."
             )
 
     def _deflate(

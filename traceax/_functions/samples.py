@@ -10,18 +10,15 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate
 from .._quadrature.convergence import Convergence
+from .._quadrature.domain import check_domain
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import (
-    check_domain,
-    check_precision,
-    QuadraticForm,
-    span,
-)
+from .._quadrature.quadratic_form import QuadraticForm, spectral_range
+from .._quadrature.rounding import check_precision
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative
-from .._run.loop import stream, Streamed
 from .._run.steps import Steps
+from .._run.stream import stream, Streamed
 from .gradients import AbstractFunctionGradient
 
 
@@ -157,11 +154,11 @@ def stream_forms(
 
     def reduce(outs, valid):
         samples, (errors, extremes, _) = outs
-        return FormMoments.of(samples, errors, valid), span(extremes)
+        return FormMoments.of(samples, errors, valid), spectral_range(extremes)
 
     def merge(parts):
         moments, extremes = parts
-        return FormMoments.merge(moments), span(extremes, moments.count)
+        return FormMoments.merge(moments), spectral_range(extremes, moments.count)
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity

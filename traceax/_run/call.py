@@ -14,6 +14,7 @@ from .._core.jax_interfaces import Tracer
 from .._core.results import RESULTS
 from .._core.solution import Solution
 from .execution import AbstractExecution
+from .programs import programs
 
 
 class _Answer(Protocol):
@@ -42,13 +43,17 @@ def call(
     must be the same object at each call."""
     check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_flag("throw", throw)
+    before = programs.traced
     with needing_wide_integers():
         answer, failed = _compiled(fn, args, name, execution)
+    if programs.traced > before and not isinstance(failed, Tracer):
+        programs.note(name, args)
     return _raise_if(failed, answer, execution, hint) if throw else answer
 
 
 @eqx.filter_jit
 def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
+    programs.traced += 1
     with jax.named_scope(name), standard_promotion(), execution.factorising():
         answer = fn(*args)
     return answer, answer.result != RESULTS.successful

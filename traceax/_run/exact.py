@@ -8,7 +8,7 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
 from .execution import AbstractExecution
-from .loop import fold
+from .fold import fold
 
 
 def exact(

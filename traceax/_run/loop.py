@@ -6,14 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
+from jaxtyping import Array, Inexact, Int, PyTree, Real, Shaped
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
 from .budget import Budget
 from .callback import report
-from .execution import AbstractExecution, even
+from .execution import AbstractExecution
+from .fold import zeros_like_shapes
 
 
 class Assessment(eqx.Module):
@@ -74,7 +74,7 @@ def iterate(
     if budget.state is None:
         rounds = streak = jnp.zeros((), jnp.int32)
         buffers = empty
-        assessment = _zeros(jax.eval_shape(assess, empty, rounds))
+        assessment = zeros_like_shapes(jax.eval_shape(assess, empty, rounds))
     else:
         rounds, buffers, assessment = _resume(budget, empty)
         # The tolerance may be another one. Of rounds before the last one it is not known
@@ -206,152 +206,3 @@ def sum_over_rounds(
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 
     return jax.lax.scan(one, jnp.zeros_like(like), (jnp.arange(num_rounds), xs))[0]
-
-
-def fold(
-    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
-    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
-    merge: Callable[[tuple], tuple],
-    operator: FlatOperator,
-    k: int,
-    execution: AbstractExecution,
-    width: int = 1,
-) -> tuple[Inexact[Array, "*q"], tuple]:
-    """The sum of the first results of `fn(operator, i)` for i below k, and one
-    summary of all, as for `stream`. It holds only as many results as the execution
-    takes at a time."""
-
-    def add(carry, indices):
-        total, summary = carry
-        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        term, summary = jnp.sum(outs[0], axis=0), merge(_stacked(summary, parts))
-        # Rounding errors of like terms, added one after another, do not cancel. So these
-        # are kept and added at once, unless they take more memory than a vector.
-        few = term.size * (k // size) <= operator.size
-        return ((total, summary), term) if few else ((total + term, summary), None)
-
-    # A few at a time, even where products are made one by one: so the summary, which may
-    # have as many entries as a vector, is merged less often.
-    size = even(k, max(8, execution.chunk(operator.size, width)))
-    full = k - k % size
-
-    def once(indices):
-        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        return jnp.sum(outs[0], axis=0), merge(parts)
-
-    if full == size:
-        total, summary = once(jnp.arange(size))
-    else:
-        chunks = jnp.arange(full).reshape(-1, size)
-        empty = _zeros(jax.eval_shape(once, chunks[0]))
-        (total, summary), terms = jax.lax.scan(add, empty, chunks)
-        total = total if terms is None else jnp.sum(terms, axis=0)
-    if full < k:
-        (more, summary), term = add((total, summary), jnp.arange(full, k))
-        total = more if term is None else total + term
-    return total, summary
-
-
-def _stacked(one: PyTree[Array], more: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(lambda x, xs: jnp.append(x[None], xs, axis=0), one, more)
-
-
-def _zeros(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-class Streamed(eqx.Module):
-    """What `stream` has made of independent samples.
-
-    - `samples`: the samples, infinite where none were made, if they are kept.
-    - `others`: what came with each of them, likewise.
-    - `summary`: what all of them reduce to, their `Moments` first.
-    - `mean`: a function whose result has the derivatives of the mean.
-    - `count`: the number of samples.
-    """
-
-    samples: Inexact[Array, " m"] | None
-    others: PyTree[Shaped[Array, "m ..."]]
-    summary: tuple
-    mean: Callable[[], Inexact[Array, "*q"]]
-    count: Int[Array, ""] | int
-    loop: LoopResult
-
-
-def stream(
-    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
-    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
-    merge: Callable[[tuple], tuple],
-    operator: FlatOperator,
-    k: int | Budget,
-    execution: AbstractExecution,
-    width: int = 1,
-    *,
-    keep: bool = True,
-    quantity: AbstractQuantity = Trace(),
-) -> Streamed:
-    """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
-    and what comes with it.
-
-    `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
-    `merge` makes one summary of several that are stacked. A summary of no samples is all
-    zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. The error that an adaptive budget compares with its
-    tolerance is that of what the `quantity` presents to users.
-    """
-    if not isinstance(k, Budget) and not keep:
-        total, summary = fold(fn, reduce, merge, operator, k, execution, width)
-        return Streamed(None, (), summary, lambda: total / k, k, LoopResult())
-    if not isinstance(k, Budget):
-        outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
-        samples, others = outs
-        summary, mean = merge(parts), lambda: jnp.mean(samples)
-        return Streamed(samples, others, summary, mean, k, LoopResult())
-
-    size, num_rounds = k.round_size, k.num_rounds
-    # Before the loop: one with tangents and effects has no reverse mode.
-    frozen = operator.frozen
-
-    # Traced once, for the shapes of the buffers and for the loop.
-    @jax.jit
-    def one_round(rounds):
-        indices = rounds * size + jnp.arange(size)
-        return execution.map_reduce(fn, reduce, frozen, indices, width)
-
-    def step(buffers, rounds):
-        outs, parts = one_round(rounds)
-        kept, summary = buffers
-        kept = jax.tree.map(
-            lambda all, new: jax.lax.dynamic_update_slice_in_dim(
-                all, new, rounds * size, axis=0
-            ),
-            kept,
-            outs if keep else (None, ()),
-        )
-        return kept, merge(_stacked(summary, parts))
-
-    outs, parts = jax.eval_shape(one_round, jnp.zeros((), jnp.int32))
-    kept = jax.tree.map(
-        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype),
-        outs if keep else (None, ()),
-    )
-    none = _zeros(jax.eval_shape(merge, parts))
-
-    def assess(buffers, _):
-        moments = buffers[1][0]
-        std_err = moments.std_err()
-        value, std_err = quantity.present(moments.mean, std_err)
-        return Assessment(k.rule.size(value), k.rule.size(std_err), moments.count)
-
-    loop = iterate(k, step, assess, (kept, none), independent=True)
-    (samples, others), summary = loop.state.buffers
-    count = loop.rounds * size
-
-    def mean():
-        indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
-        sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
-        settings = loop.rounds, summary[0].mean, execution, width
-        total = sum_over_rounds(sample, operator, indices, *settings)
-        return total / jnp.maximum(count, 1).astype(total.dtype)
-
-    return Streamed(samples, others, summary, mean, count, loop)
