@@ -29,6 +29,7 @@ from ._api.diagonal import (
 from ._api.diagonal_of_function import diagonal_of_function as diagonal_of_function
 from ._api.divergence import divergence as divergence
 from ._api.dynamic_trace import DynamicState as DynamicState, DynamicTrace as DynamicTrace
+from ._api.function_of import function_of as function_of
 from ._api.gaussian_log_prob import gaussian_log_prob as gaussian_log_prob
 from ._api.laplacian import laplacian as laplacian
 from ._api.log_trace_exp import log_trace_exp as log_trace_exp
@@ -81,7 +82,6 @@ from ._estimators.xnysdiag import XNysDiagEstimator as XNysDiagEstimator
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
 from ._functions.base import AbstractFunctionEstimator as AbstractFunctionEstimator
-from ._functions.function_of import function_of as function_of
 from ._functions.gradients import (
     AbstractFunctionGradient as AbstractFunctionGradient,
     LanczosGradient as LanczosGradient,

@@ -20,7 +20,8 @@ from ._core.results import failure as failure
 from ._core.sampler import draw_for as draw_for
 from ._core.solution import Estimate as Estimate
 from ._estimators.growing import by_round as by_round
-from ._krylov.lanczos_recurrence import block_lanczos as block_lanczos, lanczos as lanczos
+from ._krylov.block_lanczos import block_lanczos as block_lanczos
+from ._krylov.lanczos_recurrence import lanczos as lanczos
 from ._numerics.dense import eigh as eigh, qr as qr, svd as svd, thin_svd as thin_svd
 from ._numerics.expansion import (
     AbstractExpansion as AbstractExpansion,

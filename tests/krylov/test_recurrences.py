@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from traceax._krylov.block_lanczos import block_lanczos
 from traceax._krylov.golub_kahan_recurrence import (
     golub_kahan_advance,
     golub_kahan_run,
     golub_kahan_start,
 )
-from traceax._krylov.lanczos_recurrence import block_lanczos, lanczos
+from traceax._krylov.lanczos_recurrence import lanczos
 from traceax._numerics.dense import eigh, svd
 from traceax._numerics.gram_schmidt import put_row
 from traceax._quadrature.tridiagonal import Compression, radau, radau_factor, ritz

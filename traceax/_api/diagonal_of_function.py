@@ -15,7 +15,7 @@ from .._core.sampler import draw_for, RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
-from .._functions.function_of import Action, check_of_eigenvalues
+from .._functions.action import Action, check_of_eigenvalues
 from .._functions.matrix_diagonal import exact_diagonal_of_function
 from .._functions.products import Between, BeyondOne, Look
 from .._krylov.lanczos import Lanczos

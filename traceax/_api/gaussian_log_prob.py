@@ -24,6 +24,7 @@ from .._numerics.gram_schmidt import dot
 from .._operators.door import enter, EnteredOperator
 from .._operators.tags import is_complex
 from .._preconditioners.base import AbstractPreconditioning
+from .._quadrature.functions import Log
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.call import call
@@ -51,7 +52,10 @@ class _Call(eqx.Module):
         if preconditioner is not None:
             estimator = Preconditioned(estimator, preconditioner)
         return LogDet(
-            estimator=estimator, gradient=self.gradient, num_steps=self.num_steps
+            estimator=estimator,
+            function=Log(),
+            gradient=self.gradient,
+            num_steps=self.num_steps,
         )
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import lineax as lx
@@ -11,80 +10,53 @@ from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
 from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
-from .._operators.determinant import SignLog
-from .._operators.door import enter, Facts
+from .._functions.task import AbstractFunctionTask
+from .._operators.door import enter, EnteredOperator, Facts
 from .._preconditioners.base import AbstractPreconditioning
-from .._quadrature.functions import AbstractSpectralFunction, Log
+from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive
-from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
 
 
 class LogDet(AbstractFunctionTask):
-    """An estimator of the log-determinant, with its settings."""
+    """`log |det A|`: the trace of the logarithm of a positive definite A, or of the
+    negative of a negative definite one; of singular values for any other."""
 
-    estimator: AbstractFunctionEstimator
-    gradient: AbstractFunctionGradient
-    num_steps: int | AdaptiveSteps
+    def known(self, facts: Facts) -> Estimate | None:
+        if facts.determinant is None:
+            return None
+        sign, log = facts.determinant
+        return Estimate(
+            value=log,
+            std_err=jnp.zeros_like(log),
+            samples=log[None],
+            num_matvecs=0,
+            rounding=0.0,
+            result=failure(sign == 0, RESULTS.zero_determinant),
+            extra={"sign": sign},
+        )
 
-    def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
-        return operator.size if facts.determinant is None else 0
+    def operand(self, operator: FlatOperator) -> FlatOperator:
+        return operator.negated if operator.sign < 0 else operator
 
-    def exact(
-        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
-    ) -> Estimate:
-        if facts.determinant is not None:
-            return _from_structure(facts.determinant)
-
-        def dense(flat, function):
-            return exact_trace_of_function(flat, function, self.gradient, execution)
-
-        return _with_sign(operator, dense)
-
-    def run(
-        self,
-        operator: FlatOperator,
-        k: int | Budget,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        def estimated(flat, function):
-            return self.estimator.run(
-                flat,
-                function,
-                self.gradient,
-                k=k,
-                num_steps=self.num_steps,
-                key=key,
-                execution=execution,
-            )
-
-        return _with_sign(operator, estimated)
+    def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
+        if operator.sign != 0:
+            sign = jnp.asarray(float(operator.sign), estimate.value.dtype)
+            extra = estimate.extra | {"sign": sign**operator.size}
+            estimate = dataclasses.replace(estimate, extra=extra)
+        return _singular_if_zero(estimate)
 
 
-def _with_sign(
-    operator: FlatOperator,
-    sum_of: Callable[[FlatOperator, AbstractSpectralFunction], Estimate],
-) -> Estimate:
-    """The estimate of `log |det A|`, as a sum over the spectrum, and the sign where that
-    is known."""
-    if operator.sign > 0:
-        sign, estimate = 1.0, sum_of(operator, Log())
-    elif operator.sign < 0:
-        sign = (-1.0) ** operator.size
-        estimate = sum_of(operator.negated, Log())
-    else:
-        return _singular_if_zero(sum_of(operator, SingularLog()))
-    extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
-    return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
+def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
+    """The function of an operator whose trace is its log-determinant."""
+    return SingularLog() if operator.flat.sign == 0 else Log()
 
 
 def _singular_if_zero(estimate: Estimate) -> Estimate:
@@ -108,18 +80,6 @@ def _singular_if_zero(estimate: Estimate) -> Estimate:
         extra=extra,
     )
     return estimate.map_bounds(lambda ends: ends.at[:, 0].set(infinite(ends[:, 0])))
-
-
-def _from_structure(determinant: SignLog) -> Estimate:
-    return Estimate(
-        value=determinant.log,
-        std_err=jnp.zeros_like(determinant.log),
-        samples=determinant.log[None],
-        num_matvecs=0,
-        rounding=0.0,
-        result=failure(determinant.sign == 0, RESULTS.zero_determinant),
-        extra={"sign": determinant.sign},
-    )
 
 
 def logdet(
@@ -236,7 +196,12 @@ def logdet(
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
-    task = LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
+    task = LogDet(
+        estimator=estimator,
+        function=logdet_function(entered),
+        gradient=gradient,
+        num_steps=num_steps,
+    )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

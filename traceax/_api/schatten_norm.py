@@ -15,15 +15,14 @@ from .._core.flat import FlatOperator, needing_adjoint
 from .._core.jax_interfaces import Tracer
 from .._core.quantity import SchattenNorm
 from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._functions.task import AbstractFunctionTask
 from .._operators.checks import check_is_operator
-from .._operators.door import enter, Facts
+from .._operators.door import enter
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive
-from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -33,37 +32,10 @@ class _Schatten(AbstractFunctionTask):
     """An estimator of the sum of powers of the singular values of an operator with at
     least as many rows as columns."""
 
-    estimator: AbstractFunctionEstimator
     function: SingularPower
-    num_steps: int | AdaptiveSteps
     quantity: SchattenNorm = eqx.field(kw_only=True)
 
-    def exact(
-        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
-    ) -> Estimate:
-        settings = self.function, LanczosGradient(), execution
-        return self._checked(operator, exact_trace_of_function(operator, *settings))
-
-    def run(
-        self,
-        operator: FlatOperator,
-        k: int | Budget,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        estimate = self.estimator.run(
-            operator,
-            self.function,
-            LanczosGradient(),
-            quantity=self.quantity,
-            k=k,
-            num_steps=self.num_steps,
-            key=key,
-            execution=execution,
-        )
-        return self._checked(operator, estimate)
-
-    def _checked(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
+    def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, infinite where it underflowed, with a derivative of NaN where the
         norm has none, and with an error of the lower bound that is one downward."""
         smallest, largest = estimate.extra["ritz_values"]
@@ -207,6 +179,7 @@ def schatten_norm(
     task = _Schatten(
         estimator=estimator,
         function=SingularPower(p),
+        gradient=LanczosGradient(),
         num_steps=num_steps,
         quantity=SchattenNorm(p),
     )

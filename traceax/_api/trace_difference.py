@@ -14,7 +14,6 @@ from .._core.flat import FlatOperator
 from .._core.results import first_failure
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
-from .._functions.base import AbstractFunctionTask
 from .._functions.gradients import LanczosGradient
 from .._functions.preconditioned import (
     check_logarithm,
@@ -22,6 +21,7 @@ from .._functions.preconditioned import (
     Prepared,
 )
 from .._functions.slq import SLQEstimator
+from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
 from .._operators.door import enter, Facts
 from .._operators.stacked import stacked
@@ -34,17 +34,18 @@ from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_steps, exact_limit
 
 
 class _TraceDifference(AbstractFunctionTask):
     """Of two operators that are stacked, with the settings of one call."""
 
     estimator: SLQEstimator
-    function: AbstractSpectralFunction
-    num_steps: int | AdaptiveSteps
-    preconditioner: AbstractPreconditioning | None
-    hermitian: bool = eqx.field(static=True)
+    preconditioner: AbstractPreconditioning | None = eqx.field(kw_only=True)
+    hermitian: bool = eqx.field(static=True, kw_only=True)
+
+    def exact_limit(self, operator: FlatOperator) -> int:
+        return exact_limit(self.num_steps, orthogonal=self.hermitian)
 
     def _both(self, operator: FlatOperator) -> FlatOperator:
         return dataclasses.replace(operator, hermitian=self.hermitian)
@@ -52,7 +53,7 @@ class _TraceDifference(AbstractFunctionTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        settings = self.function, LanczosGradient(), execution
+        settings = self.function, self.gradient, execution
         a, b = (
             exact_trace_of_function(each, *settings)
             for each in unstack(self._both(operator))
@@ -95,7 +96,7 @@ class _TraceDifference(AbstractFunctionTask):
             flat = dataclasses.replace(flat, fn=fn)
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
-        estimate = estimator.run(flat, self.function, LanczosGradient(), **call)
+        estimate = estimator.run(flat, self.function, self.gradient, **call)
         state = estimate.state if prepared is None else prepared.state(estimate.state)
         spent = spent + estimate.num_matvecs
         return dataclasses.replace(estimate, num_matvecs=spent, state=state)
@@ -187,6 +188,7 @@ def trace_difference(
     task = _TraceDifference(
         estimator=estimator,
         function=function,
+        gradient=LanczosGradient(),
         num_steps=num_steps,
         preconditioner=preconditioner,
         hermitian=hermitian,

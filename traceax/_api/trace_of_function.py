@@ -7,54 +7,18 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator
-from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._core.solution import Solution
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
-from .._operators.door import enter, Facts
+from .._functions.task import TraceOfFunction
+from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive
-from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps, exact_limit
-
-
-class _TraceOfFunction(AbstractFunctionTask):
-    """An estimator of the trace of a function, with its settings."""
-
-    function: AbstractSpectralFunction
-    estimator: AbstractFunctionEstimator
-    gradient: AbstractFunctionGradient
-    num_steps: int | AdaptiveSteps
-
-    def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps, orthogonal=operator.hermitian)
-
-    def exact(
-        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
-    ) -> Estimate:
-        return exact_trace_of_function(operator, self.function, self.gradient, execution)
-
-    def run(
-        self,
-        operator: FlatOperator,
-        k: int | Budget,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.estimator.run(
-            operator,
-            self.function,
-            self.gradient,
-            k=k,
-            num_steps=self.num_steps,
-            key=key,
-            execution=execution,
-        )
+from .._run.steps import AdaptiveSteps, check_steps
 
 
 def trace_of_function(
@@ -147,7 +111,7 @@ def trace_of_function(
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     flat = entered.flat
     function = as_spectral_function(function, flat.dtype, hermitian=flat.hermitian)
-    task = _TraceOfFunction(
+    task = TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )
     return solve(

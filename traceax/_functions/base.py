@@ -11,8 +11,7 @@ from .._core.solution import Estimate
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.solve import AbstractTask
-from .._run.steps import AdaptiveSteps, exact_limit
+from .._run.steps import AdaptiveSteps
 from .gradients import AbstractFunctionGradient
 
 
@@ -109,29 +108,6 @@ class AbstractFunctionEstimator(eqx.Module):
         An estimator of the same class.
         """
         return self
-
-
-class AbstractFunctionTask(AbstractTask):
-    """An estimator with the settings of one call, in the form that `solve` takes."""
-
-    estimator: eqx.AbstractVar[AbstractFunctionEstimator]
-    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
-    quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
-
-    @property
-    def name(self) -> str:
-        return type(self.estimator).__name__
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.estimator.min_probes
-
-    @property
-    def fallback(self) -> str:
-        return "SLQEstimator"
-
-    def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps)
 
 
 def describe_mismatch(operator: FlatOperator, function: AbstractSpectralFunction) -> str:

@@ -14,13 +14,13 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for, SphereSampler
 from .._core.solution import Estimate
-from .._krylov.lanczos import Lanczos
-from .._krylov.lanczos_recurrence import (
+from .._krylov.block_lanczos import (
     block_lanczos_advance,
     block_lanczos_run,
     block_lanczos_start,
     BlockLanczosState,
 )
+from .._krylov.lanczos import Lanczos
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget, largest_budget

@@ -16,8 +16,8 @@ from .._quadrature.domain import check_domain, slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.rounding import moved_by
 from .._run.execution import AbstractExecution
+from .action import first_order_only
 from .all_eigenvalues import bounds_around
-from .function_of import first_order_only
 
 
 def exact_diagonal_of_function(
