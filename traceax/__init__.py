@@ -23,7 +23,6 @@ from . import plot as plot
 from ._api.check_operator import check_operator as check_operator
 from ._api.diagonal import (
     diagonal as diagonal,
-    jacobi_preconditioner as jacobi_preconditioner,
     leaf_traces as leaf_traces,
 )
 from ._api.diagonal_of_function import diagonal_of_function as diagonal_of_function
@@ -31,6 +30,7 @@ from ._api.divergence import divergence as divergence
 from ._api.dynamic_trace import DynamicState as DynamicState, DynamicTrace as DynamicTrace
 from ._api.function_of import function_of as function_of
 from ._api.gaussian_log_prob import gaussian_log_prob as gaussian_log_prob
+from ._api.jacobi_preconditioner import jacobi_preconditioner as jacobi_preconditioner
 from ._api.laplacian import laplacian as laplacian
 from ._api.log_trace_exp import log_trace_exp as log_trace_exp
 from ._api.logdet import logdet as logdet
@@ -48,6 +48,7 @@ from ._api.spectral_density import (
 from ._api.trace import trace as trace
 from ._api.trace_difference import trace_difference as trace_difference
 from ._api.trace_of_function import trace_of_function as trace_of_function
+from ._core.quantity import AbstractQuantity as AbstractQuantity
 from ._core.results import RESULTS as RESULTS
 from ._core.sampler import (
     AbstractSampler as AbstractSampler,
@@ -105,7 +106,11 @@ from ._operators.tags import hermitian_tag as hermitian_tag
 from ._preconditioners.auto import AutoPreconditioner as AutoPreconditioner
 from ._preconditioners.base import (
     AbstractPreconditioner as AbstractPreconditioner,
+    AbstractPreconditioning as AbstractPreconditioning,
     Preconditioner as Preconditioner,
+)
+from ._preconditioners.diagonal import (
+    DiagonalPreconditioner as DiagonalPreconditioner,
 )
 from ._preconditioners.make import (
     nystrom_preconditioner as nystrom_preconditioner,

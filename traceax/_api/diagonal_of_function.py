@@ -17,12 +17,15 @@ from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._functions.action import Action, check_of_eigenvalues
 from .._functions.matrix_diagonal import exact_diagonal_of_function
+from .._functions.preconditioned import check_preconditioner, Prepared
 from .._functions.products import Between, BeyondOne, Look
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
 from .._operators.checks import check_hermitian
 from .._operators.door import enter, Facts
-from .._preconditioners.base import AbstractPreconditioner, check_size
+from .._preconditioners.base import (
+    AbstractPreconditioning,
+)
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.domain import check_domain, domain_result
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
@@ -58,7 +61,7 @@ class _DiagonalOfFunction(AbstractTask):
     quantity: AbstractQuantity
     function: AbstractSpectralFunction
     num_steps: int | AdaptiveSteps
-    preconditioner: AbstractPreconditioner | None
+    preconditioner: AbstractPreconditioning | None
 
     @property
     def name(self) -> str:
@@ -87,7 +90,12 @@ class _DiagonalOfFunction(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, function, outer = operator, self.function, freeze(self.preconditioner)
+        flat, function, outer, prepared = operator, self.function, None, None
+        if self.preconditioner is not None:
+            arguments = {"k": k, "num_steps": self.num_steps}
+            arguments |= {"key": key, "execution": execution}
+            prepared = Prepared.of(freeze(self.preconditioner), flat.frozen, arguments)
+            outer, k = prepared.preconditioner, prepared.call["k"]
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
@@ -110,9 +118,12 @@ class _DiagonalOfFunction(AbstractTask):
         of_function = dataclasses.replace(flat, fn=product, hermitian=True, sign=sign)
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
+        state = steps.state(estimate.state)
+        if prepared is not None:
+            state = prepared.state(state)
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        state = constant.action.advanced(constant.outside(frozen))
-        look = constant.look(state, _HIDDEN[adaptive])
+        advanced = constant.action.advanced(constant.outside(frozen))
+        look = constant.look(advanced, _HIDDEN[adaptive])
         in_domain = check_domain(function, flat, look.extremes, jnp.sum(look.product))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
@@ -153,7 +164,7 @@ class _DiagonalOfFunction(AbstractTask):
             unresolved=unresolved,
             result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
             extra=estimate.extra | extra,
-            state=steps.state(estimate.state),
+            state=state,
             bounds=jnp.stack([ends, bars], axis=1),
         )
 
@@ -229,7 +240,7 @@ def diagonal_of_function(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
-    preconditioner: AbstractPreconditioner | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -351,9 +362,7 @@ def _check_preconditioner(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction,
 ) -> None:
-    example = "nystrom_preconditioner(operator, rank, key=key)"
-    check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
-    check_size(preconditioner, operator.in_size())
+    check_preconditioner(preconditioner, operator.in_size())
     plain = isinstance(function, Inverse) and function.singular_at_zero
     if not plain or not lx.is_positive_semidefinite(operator):
         raise ValueError(
