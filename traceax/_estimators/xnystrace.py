@@ -276,7 +276,7 @@ class XNysTraceBuffers(eqx.Module):
         )
 
 
-# How many times `sqrt(m) shift` the error of the trace is that inexact products cause,
+# The error of the trace that inexact products cause, in units of `sqrt(m) shift`, as
 # measured with products in TF32.
 _NOISE_OF_SHIFT = 2
 
