@@ -538,13 +538,15 @@ def test_jacobi_preconditioner_elsewhere():
     settings = {"key": KEYS[0], "preconditioner": jacobi}
     log_det = np.linalg.slogdet(matrix)[1]
     solution = tx.logdet(operator, k=10, num_steps=8, **settings)
-    assert abs(solution.value - log_det) < 4 * solution.std_err < 0.1
+    plain = tx.logdet(operator, k=10, num_steps=8, key=KEYS[0])
+    assert abs(solution.value - log_det) < 4 * solution.std_err
+    assert abs(solution.value - log_det) < abs(plain.value - log_det) / 100
     residual = jnp.asarray(np.sin(np.arange(60)))
     density = tx.gaussian_log_prob(operator, residual, k=10, num_steps=8, **settings)
     expected = -0.5 * (
         residual @ np.linalg.solve(matrix, residual) + log_det + 60 * np.log(2 * np.pi)
     )
-    assert abs(density.value - expected) < 4 * density.std_err < 0.1
+    assert abs(density.value - expected) < 4 * density.std_err
     inverse = tx.diagonal_of_function(
         operator, tx.Inverse(), k=10, num_steps=8, **settings
     )
