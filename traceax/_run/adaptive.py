@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -16,6 +16,23 @@ from .._core.checks import (
 )
 from .._core.quantiles import normal_quantile, student_quantile
 from .._numerics.dense import two_norm
+
+
+@runtime_checkable
+class ProgressMeter(Protocol):
+    """Shows how far a run has come."""
+
+    def init(self) -> Any:
+        """The state of a new meter."""
+        ...
+
+    def step(self, state: Any, progress: Any) -> Any:
+        """The state after a round; `progress` is traced, from 0 to 1."""
+        ...
+
+    def close(self, state: Any) -> None:
+        """End the run."""
+        ...
 
 
 class Adaptive(eqx.Module):
@@ -70,7 +87,8 @@ class Adaptive(eqx.Module):
         in the units of `k`, the value and the standard error after each round that this
         call made. Other rows are infinite, and so are entries of `stats` for samples that
         were not made.
-    - `progress`: an `equinox` progress meter. It shows the fraction of the budget that
+    - `progress`: a progress meter, an object with the methods `init`, `step` and `close`
+        of those of `equinox` and `diffrax`. It shows the fraction of the budget that
         is spent, or the fraction of what reaching the tolerance will take at this rate,
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
@@ -91,7 +109,7 @@ class Adaptive(eqx.Module):
     min_samples: int = eqx.field(static=True)
     round_size: int = eqx.field(static=True)
     history: bool = eqx.field(static=True)
-    progress: eqxi.AbstractProgressMeter
+    progress: ProgressMeter
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
 
@@ -105,7 +123,7 @@ class Adaptive(eqx.Module):
         min_samples: int = 10,
         round_size: int = 16,
         history: bool = False,
-        progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
+        progress: ProgressMeter | None = None,
         callback: Callable[[Any, Any, Any], None] | None = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
     ):
@@ -149,7 +167,7 @@ class Adaptive(eqx.Module):
         self.min_samples = int(min_samples)
         self.round_size = min(int(round_size), int(max_k))
         self.history = history
-        self.progress = progress
+        self.progress = eqxi.NoProgressMeter() if progress is None else progress
         self.callback = callback
         self.norm = norm
 
@@ -219,7 +237,8 @@ def _check_integer(name: str, value: Any, least: int) -> None:
 
 
 def _check_reports(progress: Any, callback: Any) -> None:
-    if not isinstance(progress, eqxi.AbstractProgressMeter):
+    is_meter = isinstance(progress, ProgressMeter) and not isinstance(progress, type)
+    if progress is not None and not is_meter:
         raise TypeError(
             f"`progress` must be a progress meter. Found {progress!r}. Pass, for "
             "example, `equinox.internal.TextProgressMeter()`."
