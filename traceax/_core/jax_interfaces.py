@@ -5,7 +5,6 @@ and the debug information of an equation.
 "JAX versions" in the developer documentation says what each is needed for.
 """
 
-import functools as ft
 import inspect
 import sys
 from typing import Any
@@ -49,7 +48,6 @@ def owner_of_rule(equation: JaxprEqn) -> tuple[Any, ...] | None:
     return owner, *(getattr(owner, name, None) for name in ("jvp", "fwd", "bwd"))
 
 
-@ft.lru_cache(maxsize=256)
 def _function_at(source: str) -> Any:
     """The function with a derivative rule that a module defines under this name, in this
     line: `source` is "name at file:line". One that is defined inside of another function
