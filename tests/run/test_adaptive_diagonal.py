@@ -170,9 +170,9 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
     assert resumed.stats["num_matvecs"] == whole.stats["num_matvecs"] == 32
     assert np.allclose(resumed.value, whole.value, rtol=1e-10, atol=1e-14)
     assert np.allclose(resumed.std_err, whole.std_err, rtol=1e-6, atol=1e-14)
+    call = {"k": tx.Adaptive(max_k=32, **limits), "key": KEYS[0], "state": first.state}
     with pytest.raises(ValueError, match="same estimator"):
-        k = tx.Adaptive(max_k=32, **limits)
-        tx.trace(operator, estimator, k=k, key=KEYS[0], state=first.state)
+        tx.trace(operator, estimator, **call)
 
 
 @pytest.mark.parametrize("estimator", [HUTCHINSON, AUTO], ids=["signs", "Auto"])
