@@ -477,7 +477,7 @@ def test_a_run_goes_on_with_no_smaller_budget():
     adaptive = lambda **more: tx.Adaptive(rtol=1e-9, round_size=2, **more)  # noqa: E731
     first = tx.row_norms(TAGGED, k=adaptive(max_k=8), **settings)
     call = lambda: tx.row_norms(  # noqa: E731
-        TAGGED, k=adaptive(max_k=4, state=first.state), **settings
+        TAGGED, k=adaptive(max_k=4), state=first.state, **settings
     )
     check(ValueError, ["`max_k`", "Found 4 for 8"], call)
 

@@ -103,7 +103,7 @@ def _content(jaxpr: Jaxpr) -> Hashable:
             parameters = {"call_jaxpr": each.params["call_jaxpr"]}
         content = frozenset((name, parameter(x)) for name, x in parameters.items())
         atoms = tuple(map(atom, [*each.invars, *each.outvars]))
-        return each.primitive, content, atoms, rule
+        return each.primitive, content, atoms, rule, each.ctx
 
     inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
     body = tuple(map(equation, jaxpr.eqns))

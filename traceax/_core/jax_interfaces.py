@@ -5,7 +5,6 @@ and the debug information of an equation.
 "JAX versions" in the developer documentation says what each is needed for.
 """
 
-import functools as ft
 import inspect
 import sys
 from typing import Any
@@ -46,10 +45,32 @@ def owner_of_rule(equation: JaxprEqn) -> tuple[Any, ...] | None:
     owner = _function_at(source or "")
     if owner is None or getattr(owner, "nondiff_argnums", ()):
         return None
-    return owner, *(getattr(owner, name, None) for name in ("jvp", "fwd", "bwd"))
+    if isinstance(owner, jax.custom_jvp):
+        rules = {"jvp_jaxpr_fun": owner.jvp}
+    else:
+        rules = {"fwd_jaxpr_thunk": owner.fwd, "bwd": owner.bwd}
+    # Another function may have been made of the same Python function, with other rules.
+    if not all(_calls(equation.params[name], rule) for name, rule in rules.items()):
+        return None
+    return owner, *rules.values()
 
 
-@ft.lru_cache(maxsize=256)
+def _calls(wrapper: Any, rule: Any) -> bool:
+    """Whether JAX's `wrapper` holds this rule: it is at the end of a chain of closures,
+    16 deep in the versions of today."""
+    reached, queue = set(), [wrapper]
+    while queue and len(reached) < 200:
+        each = queue.pop(0)
+        if each is rule:
+            return True
+        if id(each) not in reached:
+            reached.add(id(each))
+            cells = getattr(each, "__closure__", None) or ()
+            queue += [cell.cell_contents for cell in cells]
+            queue += [getattr(each, name, None) for name in ("f", "f_transformed")]
+    return False
+
+
 def _function_at(source: str) -> Any:
     """The function with a derivative rule that a module defines under this name, in this
     line: `source` is "name at file:line". One that is defined inside of another function
