@@ -45,6 +45,7 @@ _CHECKED = (
     "_core.moments",
     "_core.quantity",
     "_core.sampler",
+    "_core.sign_moments",
     "_core.solution",
     "_estimators",
     "_functions.all_eigenvalues",

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 from .arithmetic import standard_promotion
 from .checks import check_instance
 from .flat import FlatOperator
-from .threefry import fast, fold_in
+from .threefry import fast_key, fold_in
 
 
 class AbstractSampler(eqx.Module):
@@ -253,7 +253,7 @@ class RademacherSampler(AbstractSampler):
         _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
-        words = jr.bits(fast(key), (_drawn(-(-n // 32)),), jnp.uint32)
+        words = jr.bits(fast_key(key), (_drawn(-(-n // 32)),), jnp.uint32)
         minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
 
         def signs(shifts):
@@ -284,7 +284,7 @@ class NormalSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        normal = jr.normal(fast(key), (_drawn(n),), dtype)
+        normal = jr.normal(fast_key(key), (_drawn(n),), dtype)
         return _by_halves(lambda x: x, normal, n)
 
 
@@ -310,7 +310,7 @@ class SphereSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        normal = jr.normal(fast(key), (_drawn(n),), dtype)[:n]
+        normal = jr.normal(fast_key(key), (_drawn(n),), dtype)[:n]
         # The sum of n squares may be too large for float16.
         norm = jnp.linalg.norm(normal.astype(jnp.promote_types(dtype, jnp.float32)))
         return normal * (n**0.5 / norm).astype(dtype)
@@ -362,7 +362,7 @@ class SteinhausSampler(AbstractSampler):
                 f"{dtype}. Use `RademacherSampler` for a real operator."
             )
         angle = jr.uniform(
-            fast(key), (_drawn(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi
+            fast_key(key), (_drawn(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi
         )
 
         def phases(angle):

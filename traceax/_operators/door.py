@@ -16,7 +16,7 @@ import lineax as lx
 from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import needing_wide_integers
+from .._core.checks import explain_index_overflow
 from .._core.code import Code, FlatFunction
 from .._core.flat import FlatOperator, from_flat, to_flat
 from .._core.jax_interfaces import ClosedJaxpr, jaxpr_as_fun
@@ -83,7 +83,7 @@ def enter(
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
     # JAX keeps what it has traced, by the objects that the operator consists of.
-    with standard_promotion(), needing_wide_integers():
+    with standard_promotion(), explain_index_overflow():
         traced = _trace.trace((treedef, others), arrays)
     setup = traced.jaxpr
     return EnteredOperator(
