@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator, explain_missing_adjoint
+from .._core.flat import explain_missing_adjoint, FlatOperator
 from .._core.jax_interfaces import Tracer
 from .._core.quantity import SchattenNorm
 from .._core.solution import Estimate, Solution
