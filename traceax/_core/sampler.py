@@ -126,8 +126,7 @@ def draw(
 
 
 def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLike:
-    """The dtype in which to sample probes for an operator. Raise a `ValueError` if the
-    sampler's own dtype does not fit."""
+    """The dtype of probes for an operator, or an error if the sampler's does not fit."""
     if sampler.dtype is None:
         return operator_dtype
     dtype = jax.dtypes.canonicalize_dtype(sampler.dtype)
@@ -165,8 +164,8 @@ def draw_for(
     key: PRNGKeyArray | None,
     indices: Array,
 ) -> Inexact[Array, "n m"]:
-    """Draw probes for an operator, rounded to its coarsest dtype, so that matvecs do not
-    round them again.
+    """Draw probes for an operator, rounded to its coarsest dtype: matvecs do not round
+    them again.
 
     **Arguments:**
 
@@ -186,14 +185,12 @@ def draw_for(
 
 
 def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
-    """Whether probes are resphered: by default exactly if the sampler is rotation
-    invariant, which resphering needs."""
+    """Whether probes are resphered. Default: if the sampler is rotation invariant."""
     return sampler.rotation_invariant if improved is None else improved
 
 
 def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
-    """Raise unless `sampler` is a sampler, and rotation invariant if resphering is asked
-    for."""
+    """Raise unless `sampler` is a sampler, and fit for resphering if it is asked for."""
     check_instance("sampler", sampler, AbstractSampler, "SphereSampler()")
     if improved and not sampler.rotation_invariant:
         raise ValueError(
@@ -214,13 +211,12 @@ def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
         )
 
 
-# XLA:CPU vectorises loops over multiples of this number. It unrolls loops of other lengths,
-# such as 10, which take up to four times as long to compile.
+# XLA:CPU vectorises loops over multiples of this number. It unrolls loops of lengths such
+# as 10, which take up to four times as long to compile.
 _VECTOR_LENGTH = 16
 
-# Probes of up to this length are drawn without a loop. Shorter ones come in blocks of
-# several, for which XLA:CPU does not repeat the drawing (see `_evaluate_in_halves`), and
-# which the loop would slow down by a third.
+# Probes of up to this length come in blocks of several, for which XLA:CPU does not repeat
+# the drawing (see `_evaluate_in_halves`), and which a loop would slow down by a third.
 _LONG_PROBE = 2**19
 
 
@@ -234,10 +230,9 @@ def _evaluate_in_halves(fn: Callable[[Array], Array], x: Array, n: int) -> Array
     """The first n entries of `fn(x)`, flattened, for an entrywise `fn`."""
     if n <= _LONG_PROBE:
         return fn(x).reshape(-1)[:n]
-    # XLA:CPU fuses the drawing of a probe into all code that reads it: a stencil draws an
-    # entry again for each neighbour, 50 ms in the place of 9 for a normal probe of length
-    # 1e6. It removes an `optimization_barrier` before that, but stores the result of a
-    # loop: hence a loop over the two halves.
+    # XLA:CPU fuses the drawing into all code that reads the probe: a stencil draws an
+    # entry again for each neighbour, 50 ms in the place of 9 at n = 1e6. It ignores an
+    # `optimization_barrier`, but stores the result of a loop, here over two halves.
     half = len(x) // 2
 
     def evaluate_half(i):
@@ -272,8 +267,7 @@ class RademacherSampler(AbstractSampler):
         _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
-        # 32 signs from a word: a uniform number for each sign, as in `jr.rademacher`,
-        # takes much longer than a matvec with a cheap operator.
+        # `jr.rademacher` draws a number for each sign, slower than a cheap matvec.
         words = jr.bits(fast_key(key), (_num_draws(-(-n // 32)),), jnp.uint32)
         minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
 
@@ -342,8 +336,8 @@ class SteinhausSampler(AbstractSampler):
     """Random phases: each entry is uniform on the unit circle. Complex operators only.
 
     For a Hermitian operator one sample has the variance $\\sum_{i \\ne j} |a_{ij}|^2$.
-    With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$: twice as large
-    if the matrix is real, smaller if it is mostly imaginary.
+    With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$, twice as much
+    if the matrix is real, and less if it is mostly imaginary.
 
     !!! Example
 

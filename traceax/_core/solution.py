@@ -22,8 +22,8 @@ from .moments import sampling_quantiles
 from .results import RESULTS
 
 
-# Up to this confidence `stats["bounds"]`, with their estimate of the quadrature error, are
-# supported by measurements, and standard errors are widened enough for skewed samples.
+# Up to this confidence measurements support the estimate of the quadrature error in
+# `stats["bounds"]`.
 _TESTED_CONFIDENCE = 0.95
 
 

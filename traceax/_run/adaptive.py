@@ -120,7 +120,7 @@ class Adaptive(eqx.Module):
         a `progress` or a `callback` that is none.
         """
         self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
-        tolerances = {"rtol": concrete_number(rtol), "atol": known_number(atol)}
+        tolerances = {"rtol": concrete_number(rtol), "atol": concrete_number(atol)}
         for name, value in tolerances.items():
             if value is not None and not value >= 0:
                 raise ValueError(f"`{name}` must not be negative. Found {value!r}.")
