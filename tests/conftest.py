@@ -57,6 +57,7 @@ _CHECKED = (
     "_krylov.golub_kahan_recurrence",
     "_krylov.lanczos_recurrence",
     "_numerics",
+    "_operators.batches",
     "_operators.curvature",
     "_operators.data_gram",
     "_operators.determinant",

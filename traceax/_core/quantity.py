@@ -294,9 +294,8 @@ class SchattenNorm(AbstractQuantity):
         #     d = 1 - (1 - s / v)^(1/p).
         # `_root` reports an error e as ((v + 2 e)^(1/p) - v^(1/p)) / 2. This is d v^(1/p)
         # for e = v ((1 + 2 d)^p - 1) / 2.
-        relative = jnp.minimum(
-            std_err / jnp.where(positive := ~(value <= 0), value, 1), 1
-        )
+        positive = ~(value <= 0)  # NaN stays NaN
+        relative = jnp.minimum(std_err / jnp.where(positive, value, 1), 1)
         decrease = -jnp.expm1(jnp.log1p(-relative) / self.power)
         error = value / 2 * jnp.expm1(self.power * jnp.log1p(2 * decrease))
         return jnp.where(positive, jnp.minimum(error, std_err), 0)
