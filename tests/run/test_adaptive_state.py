@@ -191,7 +191,7 @@ def test_error_where_the_budget_ends_first(estimator):
         trace(OPERATOR, estimator, budget(**LONG), throw=True)
     message = str(caught.value)
     found = re.search(
-        r"Reached (\S+) with a standard error of (\S+) after (\d+) products", message
+        r"Reached (\S+) with a standard error of (\S+) after (\d+) matvecs", message
     )
     assert float(found[1]) == pytest.approx(float(solution.value))
     assert float(found[2]) == pytest.approx(float(solution.std_err))

@@ -12,9 +12,9 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.moments import FEW_SIGNS, SignMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for
+from .._core.sign_moments import FEW_SIGNS, SignMoments
 from .._core.solution import Estimate
 from .._operators.door import enter, Facts
 from .._operators.gram import gram

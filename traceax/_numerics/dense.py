@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import batching, mlir, Primitive
-from .._core.threefry import fast
+from .._core.threefry import fast_key
 
 
 _by_rows = ContextVar("_by_rows", default=False)
@@ -254,7 +254,7 @@ def _eig(x: Array) -> tuple[Array, Array, Array]:
         return values, vectors, inverse
 
     def apart():
-        noise = jr.normal(fast(jr.key(0)), x.shape, x.dtype) / len(x)
+        noise = jr.normal(fast_key(jr.key(0)), x.shape, x.dtype) / len(x)
         return attempt(x + eps**0.5 * jnp.linalg.norm(x) * noise)
 
     eps = float(jnp.finfo(x.dtype).eps)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Bool, Inexact, Real, Scalar
 
-from .._core.threefry import fast
+from .._core.threefry import fast_key
 from .dense import eig, expm, inverse
 
 
@@ -77,7 +77,7 @@ def rounded(matrix: Inexact[Array, "s s"], eps: float) -> Inexact[Array, "s s"]:
     """The matrix with a rounding error added to each entry, up or down by `eps` times the
     largest one."""
     size = eps * jnp.max(jnp.abs(matrix))
-    signs = jr.rademacher(fast(jr.key(0)), matrix.shape, size.dtype)
+    signs = jr.rademacher(fast_key(jr.key(0)), matrix.shape, size.dtype)
     return matrix + size * signs
 
 

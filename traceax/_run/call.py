@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import check_flag, check_instance, needing_wide_integers
+from .._core.checks import check_flag, check_instance, explain_index_overflow
 from .._core.jax_interfaces import Tracer
 from .._core.results import RESULTS
 from .._core.solution import Solution
@@ -44,7 +44,7 @@ def call(
     check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_flag("throw", throw)
     before = programs.traced
-    with needing_wide_integers():
+    with explain_index_overflow():
         answer, failed = _compiled(fn, args, name, execution)
     if programs.traced > before and not isinstance(failed, Tracer):
         programs.note(name, args)
