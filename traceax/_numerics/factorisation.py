@@ -8,6 +8,7 @@ must be made where a program is lowered, when the platform is known.
 
 import functools as ft
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from .._core.jax_interfaces import batching, mlir, Primitive
 def factorisation_primitive(
     factorise: Callable[..., tuple[Array, ...]],
     on_cuda: Callable[..., tuple[Array, ...]] | None = None,
-) -> Callable[..., tuple[Array, ...]]:
+) -> Callable[..., Any]:
     """Make a primitive of the factorisation of one matrix.
 
     `factorise(x, *others)` takes one matrix and further arrays that belong to it. The
