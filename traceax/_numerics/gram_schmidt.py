@@ -9,6 +9,7 @@ In the code: V is one or more `buffers`, since a projection against all of a buf
 also read its rows that are still zero.
 """
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,13 +34,11 @@ def _put_one(
 
 
 @_put_one.def_vmap
-def _put_each(size: int, is_mapped: list[bool], rows: Array, row: Array, j: Array) -> Any:
-    # JAX's own rule for `vmap` is a scatter, which is several kernels on CPU. Where j is
-    # the same for all, as the number of a step is, one slice does.
+def _put_each(size: int, is_mapped: list[bool], rows: Any, row: Any, j: Any) -> Any:
+    # By JAX's own rule `vmap` makes a scatter, which is several kernels on CPU. If j is
+    # the same for all, such as the number of a step, one update of a slice suffices.
     if is_mapped[2]:
-        put = lambda rows, row, j: jax.lax.dynamic_update_index_in_dim(  # noqa: E731
-            rows, row, j, axis=0
-        )
+        put = ft.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
         axes = [0 if mapped else None for mapped in is_mapped]
         return jax.vmap(put, axes)(rows, row, j), True
     rows, row = (

@@ -33,7 +33,7 @@ from .dense import diagonal, dual_rows, reveal
 # A column is essential if `distance |v_i|`, as in `leave_one_out`, is at most this many
 # roundoffs of `|X|`. The factor is a margin for rounding errors of the decomposition. It
 # decides only where singular values fall to the roundoff without a gap, and then changes
-# results by about the roundoff: the tests pass with 1 and with 64 as well.
+# results by about the roundoff: this module's tests pass with 1 and with 64 as well.
 _ESSENTIAL_ROUNDOFFS = 8
 # The jackknife divided by this is a floor of the standard error. Where the error
 # falls fast with each probe, a few draws make up the mean of the estimated variance, and
@@ -68,7 +68,7 @@ def leave_one_out(
     A column is essential where all null vectors `v` of `X` have a zero in its place, up
     to their own rounding errors. Otherwise the other columns give `x_i`, with an error of
     `eps |X| / |v_i|`. If this error hides the part of `x_i` outside their range, of
-    length `distance`, they may as well not give it, and the column counts as essential.
+    length `distance`, they do not determine `x_i`, and it counts as essential.
     So it is essential if `distance |v_i| <= eps |X|`, up to a factor.
     """
     largest = jnp.max(s)
