@@ -28,10 +28,10 @@ from .._run.solve import AbstractTask, solve
 from .._run.stream import stream
 
 
-# Samples of signs are nearly equal if they spread less than this share of their marks, and
-# their error bar is raised. With this, 95% intervals of row norms and of traces of blocks
-# with equal entries cover 0.96 or more from 4 samples on; without, 0.68 with 4. A larger
-# share would also widen the bars of samples that do spread little.
+# Samples of signs are nearly equal if they spread less than this share of their marks;
+# then their error bar is raised. With this, 95% intervals of row norms and of traces of
+# blocks with equal entries cover 0.96 or more from 4 samples on; without, 0.68 with 4. A
+# larger share would also widen the bars of samples that do spread little.
 _NEARLY_EQUAL = 0.2
 
 
