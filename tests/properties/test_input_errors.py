@@ -379,14 +379,14 @@ class Custom(tx.AbstractStreamingEstimator):
 @pytest.mark.parametrize(
     ("form", "found"),
     [
-        (lambda mv, probe: probe * mv(probe), "the shape (12,) and 1 products"),
-        (lambda mv, probe: jnp.vdot(probe, mv(mv(probe))), "the shape () and 2 products"),
-        (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 products"),
+        (lambda mv, probe: probe * mv(probe), "the shape (12,) and 1 matvecs"),
+        (lambda mv, probe: jnp.vdot(probe, mv(mv(probe))), "the shape () and 2 matvecs"),
+        (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 matvecs"),
     ],
 )
 def test_a_sample_is_made_from_one_product(form, found):
     must = "`Custom.sample` must return a pair of vectors of length n, or a scalar, made"
-    parts = [f"{must} from one product", *found.split(" and ")]
+    parts = [f"{must} from one matvec", *found.split(" and ")]
     check(ValueError, parts, lambda: tx.trace(TAGGED, Custom(form), k=4, key=KEY))
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._core.arithmetic import full_precision
 from .._core.flat import FlatOperator
 from .._numerics.dense import eigh, inverse
-from .._numerics.small_matrix import rounded
+from .._numerics.small_matrix import perturb_entries
 from .._quadrature.functions import AbstractSpectralFunction, Power
 from .._quadrature.quadratic_form import QuadraticForm
 from .._quadrature.rules import finite, roundoff
@@ -114,7 +114,7 @@ class Arnoldi(AbstractKrylovMethod):
             matrix = _fill(run.matrix, run.basis, function)
             # The effect of rounding: the same with perturbed entries, and transposed,
             # since then the eigenvectors have other errors.
-            again = rounded(matrix, operator.eps).T
+            again = perturb_entries(matrix, operator.eps).T
             shorter = jax.vmap(lambda size: _leading(matrix, size, function))(sizes)
             each, slopes = jax.vmap(function.of_matrix)(
                 jnp.concatenate([jnp.stack([matrix, again]), shorter])

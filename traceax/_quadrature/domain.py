@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
-from .._numerics.small_matrix import least_seen, with_pole
+from .._numerics.small_matrix import with_pole, zero_threshold
 from .functions import AbstractSpectralFunction
 from .rules import roundoff
 
@@ -108,7 +108,7 @@ def outside_domain(
         least = operator.eps * size
         if not function.of_singular_values:
             least = roundoff(size, operator.eps)
-        return smallest <= jnp.maximum(least, least_seen(size))
+        return smallest <= jnp.maximum(least, zero_threshold(size))
     if real and function.semidefinite_domain:
         return smallest < -operator.rounding * size
     return jnp.isfinite(size) & ~jnp.isfinite(value)
