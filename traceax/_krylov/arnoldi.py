@@ -186,7 +186,8 @@ class Arnoldi(AbstractKrylovMethod):
         error = error + _hidden_error(
             matrix, run, function, value=value, deviation=deviation, smallest=smallest
         )
-        # An invariant subspace leaves no quadrature error, but rounding remains.
+        # The rule is exact for an invariant subspace, and for polynomials. Rounding
+        # remains.
         exact = (run.residual == 0) | (steps >= _exact_degree(function))
         error = jnp.where(exact, 0, error) + floor
         square = run.norm**2

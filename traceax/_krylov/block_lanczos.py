@@ -23,7 +23,7 @@ from .._numerics.dense import rank_revealing_qr, two_norm
 
 
 # The second pass of Gram-Schmidt drops directions of which less than this share is left:
-# what is mostly in the span of the basis was rounding. Any number well between the
+# a direction mostly in the span of the basis was rounding. Any number well between the
 # machine epsilon and 1 tells the two apart.
 _MIN_LENGTH_LEFT = 0.5
 

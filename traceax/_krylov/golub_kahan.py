@@ -194,8 +194,8 @@ class GolubKahan(AbstractKrylovMethod):
             def of_squares(squares):
                 return function(scale * jnp.sqrt(jnp.maximum(squares, lower**2)))
 
-            # Estimates are made of B* B, although its roundoff hides singular values below
-            # the root of the machine epsilon.
+            # Estimates are made of B* B, although its roundoff hides singular values
+            # below the root of the machine epsilon.
             squares, rule_vectors = eigh(comparison_rules(function, gram, lower**2))
             others = integrals(map(of_squares, squares), rule_vectors, measured)
             bracket = bracket_of(function, value, others, coupling, degree, square)
@@ -246,7 +246,7 @@ def _lower_end(
         return lower
     bound = jnp.asarray(lower_bound, scale.dtype) / scale
     clipped = jnp.maximum(jnp.minimum(bound, smallest), lower)
-    # Singular values of B are never below those of A: a bound above one of them is wrong.
+    # The smallest singular value of B is never below the smallest of A.
     return jnp.where(bound - smallest > BOUND_TOLERANCE * eps, lower, clipped)
 
 

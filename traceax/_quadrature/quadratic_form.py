@@ -64,7 +64,7 @@ class QuadraticForm(eqx.Module):
     rounding: Inexact[Array, ""]
     extremes: Real[Array, "*r 2"]
     unresolved: Real[Array, ""] | float = 0.0
-    # What is zero for most callers is None for them: it needs no kernel then.
+    # Fields that most callers do not need are None for them, not 0: None needs no kernel.
     changes: Real[Array, "2"] | None = None
     hidden: Real[Array, "3"] | None = None
     spread: Real[Array, ""] | None = None

@@ -182,8 +182,8 @@ def comparison_rules(
     below = radau(compression, lower)
     if function.bracketed:
         return below[None]
-    # The upper end of T is the lower end of -T. The norm of the residual of the whole run
-    # in place of that of one Ritz pair would be too wide: by 1e9 and more for exp(50 A).
+    # The upper end of T is the lower end of -T. With the residual norm of the whole run
+    # instead of one Ritz pair, the rule is too wide: by 1e9 and more for exp(50 A).
     upper = jnp.maximum(-_least_enclosed(-compression), largest)
     above = -radau(-compression, -upper)
     return jnp.stack([below, above, drop_last_step(compression)])
@@ -239,7 +239,7 @@ def bracket_of(
     is not `bracketed`.
 
     - `value`, `others`: the Gauss rule, and the rules of `comparison_rules`.
-    - `coupling`: that of the `Compression`.
+    - `coupling`: the field of the `Compression`.
     - `degree`: the Gauss rule is exact for polynomials up to this degree.
     - `factor`: what the caller multiplies the bounds by.
     """
