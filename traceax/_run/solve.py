@@ -197,7 +197,7 @@ def _run_adaptive(
     """The estimate, with the state that a later call goes on from; and the budget, less
     what is kept back for the exact answer."""
     size, earlier = operator.size, k.state
-    k = k.within(size, task.min_matvecs if earlier is None else earlier.max_k)
+    k = k.for_operator(size, task.min_matvecs if earlier is None else earlier.max_k)
     if earlier is not None:
         if k.max_k < earlier.max_k:
             raise ValueError(
