@@ -10,7 +10,7 @@ from .._core.flat import FlatOperator
 from .execution import AbstractExecution, equal_block_size
 
 
-# The smallest chunk. Each chunk merges its summary into that of the earlier ones, and the
+# The smallest chunk. Each chunk merges its summary into the earlier summary, and the
 # moments of a diagonal have several entries for each of the operator's rows. Where a
 # block has one vector, that would take more time than a cheap matvec.
 _MIN_CHUNK = 8
@@ -65,5 +65,5 @@ def prepend(summary: PyTree[Array], summaries: PyTree[Array]) -> PyTree[Array]:
 
 
 def zeros_like_shapes(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
-    """Arrays of zeros; as a summary, that of no samples."""
+    """Arrays of zeros. A summary of zeros is the summary of no samples."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

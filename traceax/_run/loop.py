@@ -33,7 +33,7 @@ from .fold import zeros_like_shapes
 
 
 class Assessment(eqx.Module):
-    """The numbers that decide whether the loop goes on: the estimate and its standard
+    """The numbers that decide whether the loop continues: the estimate and its standard
     error, both in the norm of the budget, and the number of samples behind them."""
 
     value: Inexact[Array, ""]
@@ -70,7 +70,7 @@ class LoopState(eqx.Module):
 
 class LoopResult(eqx.Module):
     """How a loop ended: the number of rounds, and fields of [`Estimate`][] that the loop
-    sets. The defaults are those of a fixed budget, which is one round."""
+    sets. The defaults stand for a fixed budget, which is one round."""
 
     rounds: Int[Array, ""] | int = 1
     result: Any = None

@@ -193,8 +193,8 @@ class Sharded(AbstractExecution):
         matvec = jax.make_jaxpr(unsplit.mv)(vector)
         automatic = _contains_solve(matvec) or _depends_on_mesh(matvec)
         run = self._automatic if automatic else self._manual
-        # Arrays are arguments of a share, so that each device has a copy of its own, whose
-        # derivatives are summed over devices once.
+        # Arrays are arguments of a share, so that each device has a copy of its own,
+        # whose derivatives are summed over devices once.
         arrays, static = eqx.partition(operator, eqx.is_array)
 
         def compute_share(arrays, xs, valid):

@@ -264,7 +264,7 @@ def _precision_failure(rule: Adaptive, solution: Solution, floor: PyTree[Array])
 
 def _rounding_floor(estimate: Estimate) -> Real[Array, "*q"]:
     """The part of the standard error that is due to rounding, without `unresolved`. It is
-    0 for an infinite value, whose size is not a size of rounding errors."""
+    0 for an infinite value, which does not tell the size of rounding errors."""
     size = jnp.maximum(jnp.abs(estimate.value), estimate.magnitude)
     return estimate.rounding * jnp.where(jnp.isinf(estimate.value), 0, size)
 
@@ -336,7 +336,7 @@ def _present_bounds(
 def _match_structure(exact: Solution, solution: Solution) -> Solution:
     """The exact solution with the structure, shapes and dtypes of the solution that it
     replaces, as `lax.cond` needs them. Where that has an entry for each sample, the
-    single entry of the exact solution is repeated. Matvecs are those of both."""
+    single entry of the exact solution is repeated. The matvecs of both are counted."""
     num_matvecs = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
 
     def repeat(entry, entries):
@@ -349,7 +349,7 @@ def _match_structure(exact: Solution, solution: Solution) -> Solution:
         for name, x in solution.stats.items()
     }
     stats["num_matvecs"] = num_matvecs
-    # The kept error bars were those of the estimate; the exact answer has none.
+    # Further error bars belong to the estimate; the exact answer has none.
     error_bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
     stats |= jax.tree.map(jnp.zeros_like, error_bars)
     # These count the work of the estimate.

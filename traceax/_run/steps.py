@@ -327,6 +327,7 @@ def choose_steps(
         return jax.lax.while_loop(unfinished, advance, carry)[1]
 
     # One input of an execution and not a plain call, so that on a mesh the operator is
-    # applied as it is for the other probes. The width is that of a Krylov basis.
+    # applied as it is for the other probes. The width is the number of vectors in a
+    # Krylov basis.
     probes = jax.lax.stop_gradient(probe)[None]
     return execution.map(run, operator.frozen, probes, width=most)[0]

@@ -62,9 +62,9 @@ def stream(
 
     `reduce(outs, valid)` summarises the results of one device, with their `Moments`
     first, and `merge` turns several stacked summaries into one. A summary of no samples
-    is all zeros. `keep` decides whether all results are kept; if not, memory is that of
-    one chunk (`fold`). An adaptive budget compares the error of the value in the form
-    that `quantity` presents to users with its tolerance.
+    is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
+    chunk of them in memory. An adaptive budget compares the error of the value in the
+    form that `quantity` presents to users with its tolerance.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
