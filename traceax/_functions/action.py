@@ -68,9 +68,9 @@ class Action(eqx.Module):
     def linear_map(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """`f(A) v`, with the derivative and the transpose of a linear map of v.
 
-        Lanczos is linear in v only to its accuracy. The derivative of its recurrence would
-        lose all digits once Ritz values converge, so it is not used. As f(A) is Hermitian,
-        its transpose is its complex conjugate."""
+        Lanczos is linear in v only to its accuracy. The derivative of its recurrence
+        would lose all digits once Ritz values converge, so it is not used. As f(A) is
+        Hermitian, its transpose is its complex conjugate."""
 
         def conjugate(_, v):
             return self.matvec(v.conj()).conj()
@@ -210,9 +210,9 @@ class Action(eqx.Module):
         If p_j are the orthonormal polynomials of the run, then an eigenvalue at x has at
         most the share `1 / sum_(j < s) p_j(x)^2` of the weight of the start vector (the
         Christoffel function: Szego, Orthogonal Polynomials, 1975, section 3.41). Below
-        the Ritz values it falls fast with the distance. An eigenvector has the share 1 / n
-        in the mean over random start vectors, and seldom less than `hidden / n`. So points
-        where the bound is smaller than that are excluded."""
+        the Ritz values it falls fast with the distance. An eigenvector has the share
+        1 / n in the mean over random start vectors, and seldom less than `hidden / n`. So
+        points where the bound is smaller than that are excluded."""
         f, nodes, eps = self.function, compression.nodes, self.operator.eps
         at_zero = f(jnp.zeros_like(nodes[:1]))
         defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
