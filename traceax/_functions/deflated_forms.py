@@ -92,6 +92,22 @@ class DeflatedForms(eqx.Module):
         length = jnp.sqrt(dimension.astype(norms.dtype))
         return probes * (length / jnp.where(norms > 0, norms, 1))
 
+    def isotropic_columns(
+        self,
+        flat: FlatOperator,
+        size: int,
+        count: Int[Array, ""] | int,
+        weight: Real[Array, ""],
+    ) -> Inexact[Array, "n p"]:
+        """Columns Z that stand for independent probes, with E[Z Z*] = p I: those of Q, and
+        the first `count` of `size` probes, each multiplied by its `weight`, the inverse
+        root of their number."""
+        index = jnp.arange(size)
+        weights = jnp.where(index < count, weight, 0)
+        weighted = weights * self.probes(flat, index)
+        columns = jnp.concatenate([self.deflation.basis, weighted], axis=1)
+        return columns.shape[1] ** 0.5 * columns
+
     def form(
         self, flat: FlatOperator, index: Int[Array, ""], steps: Steps, columns: int
     ) -> tuple[QuadraticForm, Inexact[Array, " n"]]:

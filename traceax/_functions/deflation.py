@@ -151,9 +151,9 @@ class Deflation(eqx.Module):
         first = jnp.sum(jnp.abs(self.compression.vectors[:b]) ** 2, axis=0)
         values, value = self.values / unit, self.value / unit
         mean = jnp.sum(first * values) / b
-        # With G = f(A) - c I the deflated columns are G Q and the rows Q* G, which share
-        # the corner Q* G Q: ||G||^2 - ||(I - Q Q*) G (I - Q Q*)||^2 is
-        # 2 ||G Q||^2 - ||Q* G Q||^2.
+        # With F = f(A) - c I the deflated columns are F Q and the rows Q* F, which share
+        # the corner Q* F Q: ||F||^2 - ||(I - Q Q*) F (I - Q Q*)||^2 is
+        # 2 ||F Q||^2 - ||Q* F Q||^2.
         columns = (values - mean) * self.lead
         corner = columns @ self.lead.conj().T
         square = 2 * jnp.sum(jnp.abs(columns) ** 2) - jnp.sum(jnp.abs(corner) ** 2)

@@ -25,7 +25,7 @@ from .._run.gradient import AbstractFrame, FirstOrderFrame, SolvedFrame
 # rcond = 2 n eps: where an eigenvalue is below 200 n eps.
 _BREAKDOWN_OF_CG = 200
 # Where that limit is large, the mean eigenvalue is scaled this far above it. A larger
-# factor makes the absolute tolerances of solvers stricter.
+# factor takes solutions further from the size 1 that absolute tolerances are meant for.
 _ROOM = 4
 
 
@@ -102,12 +102,13 @@ class LanczosGradient(AbstractFunctionGradient):
     matvecs with $A$.
 
     It is $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ with a few columns L, R in the
-    Krylov space. Their number changes the variance but not the mean. (For random signs the
-    mean changes a little, by less than 1% with four columns and n = 8.) With one column,
-    $f'(A) z$ and $z$, the variance is several times larger on ill-conditioned operators.
-    More than four gain little. The Krylov space causes a bias, which for a log-determinant
-    is at most the error of as many conjugate gradient steps. Their relative residuals are
-    in `stats["gradient_residual"]`. Asking for a second derivative raises an error.
+    Krylov space. Their number changes the variance but not the mean. (For random signs
+    the mean changes a little, by less than 1% with four columns and n = 8.) With one
+    column, $f'(A) z$ and $z$, the variance is several times larger on ill-conditioned
+    operators. More than four gain little. The Krylov space causes a bias, which for a
+    log-determinant is at most the error of as many conjugate gradient steps. Their
+    relative residuals are in `stats["gradient_residual"]`. Asking for a second derivative
+    raises an error.
 
     !!! Example
 
@@ -243,9 +244,9 @@ class SolveGradient(AbstractFunctionGradient):
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values
-        # With f'(x) = c x^-p, the derivative along the identity is tr f'(A), about
-        # n c (mean of lambda^-p): `unit` is a mean eigenvalue, which `SolvedFrame` divides
-        # A by, as tolerances of solvers and their tests for breakdown are absolute.
+        # With f'(x) = c x^-p, the derivative along the identity is tr f'(A), c times the
+        # sum of lambda^-p. So `unit` is a mean eigenvalue. `SolvedFrame` divides A by it,
+        # as tolerances of solvers and their tests for breakdown are absolute.
         slope, count = jnp.vdot(left, right).real, jnp.vdot(probes, probes).real
         mean = jnp.abs(slope / (coefficient * count))
         unit = jnp.where(jnp.isfinite(mean) & (mean > 0), mean, 1) ** (-1 / num_solves)

@@ -4,9 +4,9 @@
     z* f(A) z ~ ||z||^2 e_1* f(T) e_1 = ||z||^2 sum_j w_j f(t_j)
 
 (Ubaru, Chen and Saad, SIAM J. Matrix Anal. Appl. 38, 2017). T is the tridiagonal matrix
-of a Lanczos run from z, its eigenvalues t_j are the nodes of a Gauss rule, and the squared
-first entries w_j of its eigenvectors are the weights. In the code `krylov` makes the
-forms, `form` is one of them with its probe z, `num_steps` is the order of T, and
+of a Lanczos run from z. Its eigenvalues t_j are the nodes of a Gauss rule, and the
+squared first entries w_j of its eigenvectors are the weights. In the code `krylov` makes
+the forms, `form` is one of them with its probe z, `num_steps` is the order of T, and
 `samples.py` averages them. Brackets and error estimates are derived in
 docs/devdocs/quadrature.md.
 """
@@ -155,8 +155,8 @@ class SLQEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
-            # With the first probe, whose form is computed again with the others: all forms
-            # are then means over the same number of steps.
+            # With the first probe. Its form is computed again below: the mean is over
+            # forms of the same number of steps.
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
             return choose_steps_of_form(
                 adaptive,
@@ -197,8 +197,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         moments, extremes = streamed.summary
 
         def probes():
-            # All that the budget allows, scaled such that Z Z* / budget is the mean over
-            # those that were used. Others are zero.
+            # All that the budget allows; those that were not used are zero. The weight
+            # makes Z Z* / budget the mean of z z* over those that were used.
             budget = largest_budget(k)
             used = jnp.arange(budget) < streamed.count
             weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
