@@ -99,9 +99,9 @@ class DeflatedForms(eqx.Module):
         count: Int[Array, ""] | int,
         weight: Real[Array, ""],
     ) -> Inexact[Array, "n p"]:
-        """Columns Z that stand for independent probes, with E[Z Z*] = p I: those of Q, and
-        the first `count` of `size` probes, each multiplied by its `weight`, the inverse
-        root of their number."""
+        """Columns Z that stand for p independent probes, E[Z Z*] = p I: those of Q, and
+        the first `count` of `size` probes with a `weight`, the inverse root of `count`.
+        """
         index = jnp.arange(size)
         weights = jnp.where(index < count, weight, 0)
         weighted = weights * self.probes(flat, index)

@@ -10,6 +10,7 @@ J. Matrix Anal. Appl. 44, 2023, section 5, where a tail bound takes the place of
 variance of the error bar). In the code `norm.square` is `||f(A) - c I||_F^2 - ||G||_F^2`.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -39,6 +40,14 @@ class BlockRun(eqx.Module):
     def num_matvecs(self) -> Int[Array, ""]:
         spent = 0 if self.probe_steps is None else self.probe_steps.spent
         return self.steps * self.b + spent
+
+    def budget_after(self, steps: Steps) -> int | Budget:
+        """The budget for the other probes, of as many `steps`. The block counts as the
+        number of probes that have as many matvecs."""
+        if not isinstance(self.budget, Budget):
+            return self.budget
+        spent = -(-self.steps * self.b // steps.made)
+        return dataclasses.replace(self.budget, spent=spent)
 
     def state(self, loop: PyTree[Array]) -> PyTree[Array]:
         """The state of an adaptive run, which a later call goes on from."""

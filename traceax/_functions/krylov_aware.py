@@ -168,15 +168,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             execution=execution,
             quantity=quantity,
         )
-        b, deflation, budget = deflated.b, deflated.deflation, deflated.budget
+        b, deflation = deflated.b, deflated.deflation
         forms = DeflatedForms.of(
             operator, function, deflation, sampler=self.sampler, key=key, offset=b
         )
 
-        def excess(value, bracket, deviation):
-            return excess_of_bracket(
-                value, bracket, deviation, operator=operator, k=budget, quantity=quantity
-            )
+        excess = ft.partial(
+            excess_of_bracket, operator=operator, k=deflated.budget, quantity=quantity
+        )
 
         def choose(adaptive):
             # All samples of a resumed run have as many steps as its first ones.
@@ -194,10 +193,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def form(flat, index):
             return forms.form(flat, index, steps, gradient.columns)
 
-        if isinstance(budget, Budget):
-            # The block counts as the number of probes that have as many matvecs.
-            spent = -(-deflated.steps * b // steps.made)
-            budget = dataclasses.replace(budget, spent=spent)
+        budget = deflated.budget_after(steps)
         streamed = stream_forms(
             form,
             operator=operator,
@@ -269,10 +265,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         """Block Lanczos for half of a fixed budget, for as long as it pays off with an
         adaptive one, or by the numbers of `block`."""
 
-        def excess(value, bracket, deviation):
-            return excess_of_bracket(
-                value, bracket, deviation, operator=operator, k=k, quantity=quantity
-            )
+        excess = ft.partial(excess_of_bracket, operator=operator, k=k, quantity=quantity)
 
         def choose(adaptive):
             if isinstance(k, Budget) and k.state is not None:
