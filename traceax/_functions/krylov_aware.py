@@ -173,9 +173,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             operator, function, deflation, sampler=self.sampler, key=key, offset=b
         )
 
-        excess = ft.partial(
-            excess_of_bracket, operator=operator, k=deflated.budget, quantity=quantity
-        )
+        def excess(value, bracket, deviation):
+            k = deflated.budget
+            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
             # All samples of a resumed run have as many steps as its first ones.
