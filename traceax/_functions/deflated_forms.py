@@ -28,6 +28,7 @@ from .._run.steps import AdaptiveSteps, choose_steps, excess_of_form, Steps
 from .deflation import Deflation
 
 
+# With full reorthogonalisation, like the block.
 _LANCZOS = Lanczos()
 
 
@@ -86,6 +87,7 @@ class DeflatedForms(eqx.Module):
     ) -> Inexact[Array, "n m"]:
         """`z = c (I - Q Q*) omega` for the probes with these indices."""
         drawn = draw_for(flat, self.sampler, self.key, self.offset + indices)
+        # A probe inside of the deflated space stays zero.
         probes = self.deflation.remove(drawn)
         norms = jnp.linalg.norm(probes, axis=0)
         dimension = flat.size - jnp.sum(self.deflation.present)
@@ -173,6 +175,7 @@ class DeflatedForms(eqx.Module):
         of the deflated part is left out, as more steps of a probe do not narrow it."""
         probe = self.probes(operator, jnp.zeros(1, int))[:, 0]
         narrow = jnp.stack([self.deflation.value, self.deflation.value])
+        # The choice is constant to derivatives.
         constant = freeze(dataclasses.replace(self, bracket=narrow))
 
         def excess_after(flat, state, steps):

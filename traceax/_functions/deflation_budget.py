@@ -38,6 +38,7 @@ class BlockRun(eqx.Module):
 
     @property
     def num_matvecs(self) -> Int[Array, ""]:
+        # The run that chose the steps is made besides, and none of its vectors is kept.
         spent = 0 if self.probe_steps is None else self.probe_steps.spent
         return self.steps * self.b + spent
 
@@ -93,6 +94,7 @@ def grow_deflation(
 
     def pays_off(carry):
         _, steps, norm, gain = carry
+        # The tolerance is one of what users see, such as a root of the trace.
         value, _ = quantity.present(unit * norm.trace, jnp.zeros_like(unit))
         samples_saved = budget.rule.samples_saved(gain, value / unit, unit)
         return (steps < most) & (samples_saved > b)

@@ -303,6 +303,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 eps=eps,
             )
 
+        # Accelerators multiply matrices in less than float32 by default, which would
+        # spoil the orthogonality of the basis. Matvecs keep the precision of the user.
         with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
             advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
             state = block_lanczos_start(start, most, eps=eps)

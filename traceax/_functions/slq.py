@@ -204,6 +204,8 @@ class SLQEstimator(AbstractFunctionEstimator):
             weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
             return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
 
+        # `trace_difference` streams forms of two operators. The domain is checked for the
+        # one that is nearer to leaving it.
         estimate = estimate_of_forms(
             streamed,
             operator=operator,
@@ -214,6 +216,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             live=streamed.mean,
             extremes=critical_extremes(extremes),
         )
+        # A step of Golub-Kahan has a second matvec, with the adjoint.
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
         return dataclasses.replace(estimate, num_matvecs=products, probes=probes)
 
