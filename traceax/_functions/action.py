@@ -322,7 +322,7 @@ def _apply_rule(primals, tangents, *, static) -> Any:
 
 @eqx.filter_custom_jvp
 def first_order_only(primals: PyTree) -> PyTree:
-    """The `primals` of a derivative rule, of which a further derivative is an error.
+    """The `primals` of a derivative rule. Differentiating them again raises an error.
     Without it a second derivative would miss the dependence of the run on A."""
     return primals
 

@@ -7,7 +7,7 @@ the derivative is a frame with `L = f'(A)` and `R = I`. A general A takes
 `AbstractSpectralFunction.of_matrix`. In the code `nodes` are the lambda_i, and `values`
 and `slopes` are f and f' at the nodes.
 
-The value is exact but for rounding. A computed factorisation is that of A + E, and to
+The value is exact up to rounding. The computed factorisation is one of A + E, and to
 first order E changes the trace by `tr(f'(A) E)`. See docs/devdocs/quadrature.md, "Where a
 function is steep".
 """

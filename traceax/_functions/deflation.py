@@ -37,7 +37,7 @@ class DeflatedNorm(eqx.Module):
 
 
 class Deflation(eqx.Module):
-    """f(A) on a block Krylov space, of which some columns are deflated.
+    """f(A) on a block Krylov space. Some columns of its basis are deflated.
 
     - `compression`: A on the whole space.
     - `values`: f at the nodes.
@@ -109,7 +109,7 @@ class Deflation(eqx.Module):
 
     def remove(self, probes: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """`(I - Q Q*) Z`."""
-        # Once more, as rounding leaves a part in Q where most of a probe is in Q.
+        # Twice, as rounding leaves a part in Q where most of a probe is in Q.
         for _ in range(2):
             probes = probes - self.basis @ (self.basis.conj().T @ probes)
         return probes

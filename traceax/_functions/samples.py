@@ -3,9 +3,9 @@
     tr f(A) ~ 1/k sum_i q_i,    l_i <= q_i <= h_i
 
 for forms q_i of a quadrature rule with the brackets (l_i, h_i). If all brackets hold, the
-mean of the l_i less a quantile times its own standard error is below `tr f(A)` with the
-asked probability, and likewise the mean of the h_i above. So `FormMoments` has moments of
-the q_i, the l_i and the h_i. Where brackets are much wider than the error, an estimate
+mean of the l_i minus a quantile times its own standard error is below `tr f(A)` with the
+requested probability. The mean of the h_i is an upper bound in the same way. So
+`FormMoments` has moments of the q_i, the l_i and the h_i. Where brackets are much wider than the error, an estimate
 takes their place: see `Convergence`, and docs/devdocs/quadrature.md, "How much is left".
 """
 
@@ -33,10 +33,10 @@ from .._run.stream import stream, Streamed
 from .gradients import AbstractFunctionGradient
 
 
-# The errors of a form are 10 or 11 numbers: the two ends of its bracket; eight of which
-# only the mean is needed (five of `Convergence`, then rounding, magnitude and what is
-# unresolved); and the spread if there is one. `_SPREAD` is its place where the eight are
-# left out.
+# The errors of a form are 10 or 11 numbers: the two ends of its bracket; eight numbers
+# that only need a mean (five of `Convergence`, then `rounding`, `magnitude` and
+# `unresolved`); and the `spread` if there is one. `_SPREAD` is the index of the spread
+# once the eight are left out.
 _MEANS, _SPREAD = slice(2, 10), 2
 # An eigenvalue that no run may have seen counts as too few steps if it would move the
 # value by more than this many error bars. A smaller number makes calls fail whose error
@@ -49,8 +49,8 @@ class FormMoments(eqx.Module):
 
     - `forms`: moments of the forms.
     - `uncounted`: moments of the ends of the brackets, and of the spreads if there are
-        any. The count is that of `forms`, and is left out: devices send each other all
-        that is stored.
+        any. Their count equals the one of `forms`, and is left out, since devices send
+        each other all that is stored.
     - `means`: means of the other errors, see `_MEANS`.
     """
 
