@@ -5,8 +5,9 @@
 for forms q_i of a quadrature rule with the brackets (l_i, h_i). If all brackets hold, the
 mean of the l_i minus a quantile times its own standard error is below `tr f(A)` with the
 requested probability. The mean of the h_i is an upper bound in the same way. So
-`FormMoments` has moments of the q_i, the l_i and the h_i. Where brackets are much wider than the error, an estimate
-takes their place: see `Convergence`, and docs/devdocs/quadrature.md, "How much is left".
+`FormMoments` has moments of the q_i, the l_i and the h_i. Where brackets are much wider
+than the error, an estimate takes their place: see `Convergence`, and
+docs/devdocs/quadrature.md, "How much is left".
 """
 
 from collections.abc import Callable
