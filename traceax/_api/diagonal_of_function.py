@@ -18,7 +18,7 @@ from .._estimators.base import AbstractEstimator
 from .._functions.action import Action, check_of_eigenvalues
 from .._functions.matrix_diagonal import exact_diagonal_of_function
 from .._functions.preconditioned import check_preconditioner, Prepared
-from .._functions.products import Between, BeyondOne, Look
+from .._functions.products import InverseMinusOne, PreconditionedAction, RunReport
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
 from .._operators.checks import check_hermitian
@@ -99,14 +99,14 @@ class _DiagonalOfFunction(AbstractTask):
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
-            flat, function = outer.apply_to(flat), BeyondOne()
+            flat, function = outer.apply_to(flat), InverseMinusOne()
             known, spent = outer.diagonal_of_power(-1.0), outer.num_matvecs
             quantity = Shifted(quantity, jax.lax.stop_gradient(known))
         most, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
         if isinstance(most, AdaptiveSteps):
             most = most.most
         action = Action(flat, function, most, most)
-        product = Between(action, outer)
+        product = PreconditionedAction(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
         mean = jnp.mean(known)
         choose = lambda _: self._choose(product, probe, mean, k, execution)  # noqa: E731
@@ -170,7 +170,7 @@ class _DiagonalOfFunction(AbstractTask):
 
     def _choose(
         self,
-        product: Between,
+        product: PreconditionedAction,
         probe: Inexact[Array, " n"],
         known: Inexact[Array, ""],
         k: int | Budget,
@@ -194,7 +194,7 @@ class _DiagonalOfFunction(AbstractTask):
 
     def _excess(
         self,
-        look: Look,
+        look: RunReport,
         probe: Inexact[Array, " n"],
         k: int | Budget,
         known: Inexact[Array, ""],

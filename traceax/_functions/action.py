@@ -1,3 +1,18 @@
+"""Products `f(A) v` with a function of a Hermitian operator, by Lanczos.
+
+s steps from v give orthonormal vectors V and a tridiagonal matrix T with
+
+    A V = V T + beta_s v_(s+1) e_s*,    T = S diag(t_1, ..., t_s) S*,
+    f(A) v ~ ||v|| V f(T) e_1 = ||v|| V S f(diag(t)) S* e_1
+
+(Higham, Functions of Matrices, 2008, chapter 13). The approximation is exact for
+polynomials of degree up to s - 1.
+
+In the code the rows of `run.basis` are the columns of V, `run.alpha` and `run.beta` are
+the entries of T, `run.norm` is ||v||, `nodes` are the Ritz values t_j, the columns of
+`vectors` are those of S, `edge` is beta_s and `following` is v_(s+1).
+"""
+
 from typing import Any
 
 import equinox as eqx
@@ -28,9 +43,18 @@ from .._quadrature.tridiagonal import (
 )
 
 
+# The change of a product by another rule counts this many times. On twenty spectra the
+# change was 1 to 10 times the error, but entries of diagonal operators differ in their
+# errors (docs/devdocs/quadrature.md, "Without a bracket").
+_SAFETY = 2
+# `lower_end` tries this many points, four for each halving of the distance from the
+# floor, which reaches a thousandth of it to within 19%. A finer grid costs operations and
+# gains little, as the Christoffel function falls fast.
+_GRID_SIZE, _POINTS_PER_HALVING = 40, 4
+
+
 class Action(eqx.Module):
-    """`v -> f(A) v`, by `steps` steps of Lanczos from v, for which room is made for
-    `most`."""
+    """`v -> f(A) v`, by `steps` steps of Lanczos from v, in buffers for `most` steps."""
 
     operator: FlatOperator
     function: AbstractSpectralFunction
@@ -41,27 +65,33 @@ class Action(eqx.Module):
         arrays, static = eqx.partition(self, eqx.is_array)
         return _apply(arrays, vector, static=static)
 
-    def linear(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """Taken as linear in the vector, although Lanczos is so only to its accuracy;
-        f(A) is Hermitian, so its transpose is its complex conjugate."""
+    def linear_map(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """`f(A) v`, with the derivative and the transpose of a linear map of v.
+
+        Lanczos is linear in v only to its accuracy. The derivative of its recurrence
+        would lose all digits once Ritz values converge, so it is not used. As f(A) is
+        Hermitian, its transpose is its complex conjugate."""
 
         def conjugate(_, v):
-            return self.product(v.conj()).conj()
+            return self.matvec(v.conj()).conj()
 
+        # A "solve" with the identity declares a linear map with a transpose of its own.
         return jax.lax.custom_linear_solve(
-            lambda v: v, vector, lambda _, v: self.product(v), conjugate
+            lambda v: v, vector, lambda _, v: self.matvec(v), conjugate
         )
 
-    def product(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return self.applied(*self.run(vector))
+    def matvec(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """`f(A) v`, without rules for derivatives."""
+        run, nodes, vectors = self.run(vector)
+        return self.evaluate(run, nodes, vectors)
 
-    def applied(
+    def evaluate(
         self,
         run: LanczosDecomposition,
         nodes: Real[Array, " s"],
         vectors: Real[Array, "s s"],
     ) -> Inexact[Array, " n"]:
-        """`f(A) v`, or NaN where a Ritz value is outside the domain."""
+        """`f(A) v` from a run, or NaN where a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
         ends = jnp.stack([nodes[0], nodes[-1]])
         outside = leaves_domain(self.function, self.operator, ends, jnp.sum(values))
@@ -73,10 +103,11 @@ class Action(eqx.Module):
     def run(
         self, vector: Inexact[Array, " n"]
     ) -> tuple[LanczosDecomposition, Real[Array, " s"], Real[Array, "s s"]]:
+        """A run from this vector, its Ritz values and the eigenvectors of T."""
         return self.read(self.advanced(vector))
 
     def advanced(self, vector: Inexact[Array, " n"]) -> LanczosState:
-        """A run from this vector."""
+        """The state of a run from this vector after `steps` steps."""
         flat = self.operator
         state = lanczos_start(vector, self.most)
         return lanczos_advance(flat.mv, state, 0, self.steps, eps=flat.eps)
@@ -84,7 +115,7 @@ class Action(eqx.Module):
     def read(
         self, state: LanczosState
     ) -> tuple[LanczosDecomposition, Real[Array, " s"], Real[Array, "s s"]]:
-        """A run that has made `steps` steps, with its Ritz values and their vectors."""
+        """A run after `steps` steps, its Ritz values and the eigenvectors of T."""
         run = lanczos_run(state, self.steps)
         return run, *ritz(run.alpha, run.beta)
 
@@ -96,47 +127,61 @@ class Action(eqx.Module):
         following: Inexact[Array, " n"],
         hidden: float,
     ) -> tuple[Inexact[Array, "r n"], Inexact[Array, "2 n"], Real[Array, "2"]]:
-        """Estimates of the errors of `f(A) v`, none of them proven, from a run and the
-        basis vector of its next step. `hidden` is as for `lower_end`.
+        """Estimates of the errors of `f(A) v` from a run. None of them is proven.
+        `following` is the basis vector of the next step, and `hidden` is explained in
+        `lower_end`.
 
-        - Of truncation: twice the change by Gauss-Radau at `lower_end`, and for a
-          function whose rules make no bracket by that at the other end, and by one step
-          less.
-        - Of rounding: the change by rounding in the coefficients of the run; and to first
-          order that by a shift of all eigenvalues by the machine epsilon times the
-          largest.
-        - How far else f(A) may go down and up: without limit if the function is infinite
-          at zero, and the run does not tell where the spectrum begins."""
+        - Truncation: twice the change by the Gauss-Radau rule with a node at `lower_end`.
+          If the rules of the function do not bracket, also twice the change by the
+          Gauss-Radau rule at the upper end, and by the Gauss rule with one step fewer.
+        - Rounding: the change by rounding in the coefficients of the run, and to first
+          order the change when all eigenvalues shift by the machine epsilon times the
+          largest one.
+        - How much further f(A) may lie below and above: infinitely far if the function is
+          infinite at zero and the run does not show where the spectrum begins.
+        """
         eps, edge, f = self.operator.eps, run.beta[-1], self.function
 
-        def first(matrix, end=jnp.inf):
-            found, basis = eigh(matrix)
-            # A node that is known is to be exact, where the function is steep.
-            values = values_at(f, found.at[0].min(end), eps)
-            return apply_to_first(found, basis, values)
+        def first_column(matrix, end=jnp.inf):
+            """`f(T') e_1` for the matrix T' of a rule whose smallest node is `end`."""
+            ritz_values, basis = eigh(matrix)
+            # The prescribed node is set, not computed: where the function is steep, a
+            # rounding error of the node would change f by more than truncation does.
+            values = values_at(f, ritz_values.at[0].min(end), eps)
+            return apply_to_first(ritz_values, basis, values)
 
         matrix = tridiagonal(run.alpha, run.beta)
-        compression = Compression(matrix, edge[None, None], run.last, nodes, vectors)
-        floor, below = self.lower_end(compression, hidden)
-        rules, ends = radau(compression, below)[None], below[None]
+        compression = Compression(
+            matrix=matrix,
+            coupling=edge[None, None],
+            first=run.last,
+            nodes=nodes,
+            vectors=vectors,
+        )
+        floor, lower = self.lower_end(compression, hidden)
+        rules, ends = radau(compression, lower)[None], lower[None]
         if not f.bracketed:
             above = -radau(-compression, -nodes[-1] - edge)
             rules = jnp.stack([*rules, above, drop_last_step(compression)])
             ends = jnp.append(ends, jnp.full_like(ends, jnp.inf, shape=2))
-        others = jax.lax.map(lambda rule: first(*rule), (rules, ends))
+        columns = jax.lax.map(lambda rule: first_column(rule[0], rule[1]), (rules, ends))
         reference = apply_to_first(nodes, vectors, values_at(f, nodes, eps))
-        truncated = jnp.where(edge > 0, 2 * (others - jnp.append(reference, 0)), 0)
-        again = first(tridiagonal(run.alpha, run.projected))
+        # A Radau rule has one entry more than the run, along v_(s+1). After a breakdown
+        # the Krylov space is invariant, and nothing is truncated.
+        changes = columns - jnp.append(reference, 0)
+        truncated = jnp.where(edge > 0, _SAFETY * changes, 0)
+        recomputed = first_column(tridiagonal(run.alpha, run.projected))
         slopes = slopes_at(f, nodes, eps)
-        moved = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
-        rounded = jnp.stack([again - reference, moved])
+        shift = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
+        rounded = jnp.stack([recomputed - reference, shift])
         rounded = jnp.pad(rounded, ((0, 0), (0, 1)))
         changes = jnp.concatenate([truncated, rounded])
+        # A rule with a node outside of the domain says nothing.
         changes = jnp.where(jnp.isnan(changes), 0, changes)
         basis = jnp.append(run.basis, following[None], axis=0)
         errors = run.norm * jnp.matmul(changes, basis, precision="highest")
 
-        unknown = (edge > 0) & (below <= floor) & f.singular_at_zero
+        unknown = (edge > 0) & (lower <= floor) & f.singular_at_zero
         change = f(jnp.maximum(jnp.stack([floor, nodes[0]]), floor))
         down = jnp.stack([change[0] < change[1], change[0] >= change[1]])
         beyond = jnp.where(unknown & down, jnp.inf, 0).astype(edge.dtype)
@@ -148,7 +193,9 @@ class Action(eqx.Module):
         nodes: Real[Array, " s"],
         vectors: Real[Array, "s s"],
     ) -> Real[Array, ""]:
-        """That of `A f'(A) v` from the Krylov space, relative to what it should be."""
+        """The residual of `A f'(A) v` in the Krylov space, `beta_s |g_s| / ||T g||` with
+        `g = f'(T) e_1`. For the logarithm it is the relative residual of the solve
+        `A x = v` by conjugate gradients."""
         slopes = slopes_at(self.function, nodes, self.operator.eps)
         last = apply_to_first(nodes, vectors, slopes)[run.last]
         size = two_norm(apply_to_first(nodes, vectors, slopes * nodes))
@@ -157,14 +204,15 @@ class Action(eqx.Module):
     def lower_end(
         self, compression: Compression, hidden: float
     ) -> tuple[Real[Array, ""], Real[Array, ""]]:
-        """The least that an eigenvalue may be, and the least where there may be one, as
-        far as a run tells.
+        """The smallest value that an eigenvalue can have (the floor), and the smallest
+        point where the run leaves room for one.
 
-        Of the weight of the start vector at most `1 / sum_(j < s) p_j(x)^2` is at a point
-        x, for the orthonormal polynomials p_j of its run (the Christoffel function:
-        Szego, Orthogonal Polynomials, 1975, section 3.41). Below the Ritz values that
-        falls fast with the distance. Random start vectors seldom hide an eigenvector by
-        a weight below the share `hidden` of the mean, 1 / n."""
+        If p_j are the orthonormal polynomials of the run, then an eigenvalue at x has at
+        most the share `1 / sum_(j < s) p_j(x)^2` of the weight of the start vector (the
+        Christoffel function: Szego, Orthogonal Polynomials, 1975, section 3.41). Below
+        the Ritz values it falls fast with the distance. An eigenvector has the share
+        1 / n in the mean over random start vectors, and seldom less than `hidden / n`. So
+        points where the bound is smaller than that are excluded."""
         f, nodes, eps = self.function, compression.nodes, self.operator.eps
         at_zero = f(jnp.zeros_like(nodes[:1]))
         defined = not f.singular_at_zero and jnp.all(jnp.isfinite(at_zero))
@@ -173,12 +221,15 @@ class Action(eqx.Module):
         edge = jnp.abs(compression.coupling[0, 0])
         floor = jnp.where(positive, floor, nodes[0] - edge)
         room = jnp.maximum(nodes[0] - floor, 0)
-        points = floor + room * 2.0 ** (-jnp.arange(1, 41, dtype=nodes.dtype) / 4)
+        index = jnp.arange(1, _GRID_SIZE + 1, dtype=nodes.dtype)
+        points = floor + room * 2.0 ** (-index / _POINTS_PER_HALVING)
+        # In units of `room`, so that squares neither overflow nor vanish.
         distances = (nodes - points[:, None]) / jnp.where(room > 0, room, 1)
-        # With u = (T - x)^-1 e_s the polynomials are u_j / u_1.
+        # The vector u = (T - x)^-1 e_s is a multiple of (p_0(x), ..., p_(s-1)(x)), since
+        # (T - x) p = -beta_s p_s(x) e_s, and p_0 = 1. So the bound is u_1^2 / ||u||^2.
         last = compression.vectors[compression.first] / jnp.where(room > 0, distances, 1)
-        one = jnp.matmul(last, compression.vectors[0], precision="highest")
-        weights = one**2 / jnp.sum(last**2, axis=1)
+        u1 = jnp.matmul(last, compression.vectors[0], precision="highest")
+        weights = u1**2 / jnp.sum(last**2, axis=1)
         excluded = (weights < hidden / self.operator.size) & (room > 0)
         return floor, jnp.max(jnp.where(excluded, points, floor))
 
@@ -186,13 +237,12 @@ class Action(eqx.Module):
         self, nodes: Real[Array, " s"], others: Real[Array, " s"]
     ) -> Real[Array, "s s"]:
         """Divided differences of f between the nodes of two runs."""
-
-        def both(at):
-            return jnp.append(*(at(self.function, x, self.operator.eps) for x in runs))
-
-        runs = nodes, others
-        found = divided_differences(jnp.append(*runs), both(values_at), both(slopes_at))
-        return found[: len(nodes), len(nodes) :]
+        f, eps = self.function, self.operator.eps
+        # Each run has its own largest node, to which rounding is relative.
+        values = jnp.append(values_at(f, nodes, eps), values_at(f, others, eps))
+        slopes = jnp.append(slopes_at(f, nodes, eps), slopes_at(f, others, eps))
+        all_nodes = jnp.append(nodes, others)
+        return divided_differences(all_nodes, values, slopes)[: len(nodes), len(nodes) :]
 
     def derivative(
         self,
@@ -200,11 +250,11 @@ class Action(eqx.Module):
         weights: Real[Array, " s"],
         products: Inexact[Array, "s n"],
     ) -> Inexact[Array, " n"]:
-        """The sum of `weights_j f[A, t_j] p_j` for the rows p_j of `products`, where t_j
-        are the nodes and `f[x, t]` is the divided difference. Linear in the products: one
-        run from each, or in reverse mode a single one."""
+        """`sum_j weights_j f[A, t_j] p_j` for the rows p_j of `products` and the nodes
+        t_j. It is linear in the products. Forward mode takes a run from each of them.
+        Reverse mode applies all `f[A, t_j]` to one vector u, and takes a single run."""
 
-        def each(entry):
+        def term(entry):
             node, weight, product = entry
             run, others, vectors = self.run(product)
             values = self.differences(others, node[None])[:, 0]
@@ -212,10 +262,12 @@ class Action(eqx.Module):
             return run.norm * jnp.matmul(first, run.basis, precision="highest")
 
         def forward(_, products):
-            total = jnp.sum(jax.lax.map(each, (nodes, weights, products)), axis=0)
+            # A "solve" keeps the shape, so the sum is in the first row of zeros.
+            total = jnp.sum(jax.lax.map(term, (nodes, weights, products)), axis=0)
             return jnp.zeros_like(products).at[0].set(total)
 
         def backward(_, cotangents):
+            # The transpose of a Hermitian map is its conjugate, as in `linear_map`.
             run, others, vectors = self.run(cotangents[0].conj())
             values = self.differences(others, nodes) * vectors[0][:, None] * weights
             first = jnp.matmul(vectors, values, precision="highest").T
@@ -226,40 +278,52 @@ class Action(eqx.Module):
 
 @eqx.filter_custom_jvp
 def _apply(arrays, vector, *, static) -> Any:
-    return eqx.combine(arrays, static).linear(vector)
+    return eqx.combine(arrays, static).linear_map(vector)
 
 
 @_apply.def_jvp
 def _apply_rule(primals, tangents, *, static) -> Any:
-    """With `v ~ sum_j c_j x_j` over Ritz vectors x_j at t_j, the derivative of `f(A) v`
-    in a direction dA is `sum_j c_j f[A, t_j] dA x_j`."""
-    arrays, along = primals[0], tangents[0]
+    """The derivative of `f(A) v` in a direction dA, from the run of the value.
+
+    With v ~ sum_j c_j x_j over the Ritz vectors x_j, for which A x_j ~ t_j x_j, it is
+
+        sum_j c_j f[A, t_j] dA x_j,    f[x, t] = (f(x) - f(t)) / (x - t).
+
+    For f(x) = x^m, d(A^m) x_j is the sum over i of A^i dA A^(m-1-i) x_j, which is
+    t_j^(m-1-i) A^i dA x_j, and sum_i t^(m-1-i) A^i = (A^m - t^m) (A - t)^-1. Other
+    functions follow by approximation. f[., t_j] is a function of A again, which
+    `derivative` applies."""
+    arrays, direction = primals[0], tangents[0]
     frozen, vector = first_order_only(primals)
     constant = eqx.combine(frozen, static)
     out, tangent = _apply(*primals, static=static), jnp.zeros_like(vector)
     if tangents[1] is not None:
-        tangent = constant.linear(tangents[1])
-    if not jax.tree.leaves(along):
+        tangent = constant.linear_map(tangents[1])
+    if not jax.tree.leaves(direction):
         return out, tangent
     run, nodes, vectors = constant.run(vector)
     weights = run.norm * vectors[0]
-    rows = jnp.matmul(vectors.T, run.basis, precision="highest")
+    ritz_vectors = jnp.matmul(vectors.T, run.basis, precision="highest")
 
-    def parts(arrays):
+    def products_and_values(arrays):
+        # The Ritz pairs are held constant: only A and the parameters of f are varied.
         action = eqx.combine(arrays, static)
-        products = jax.vmap(action.operator.mv)(rows)
+        products = jax.vmap(action.operator.mv)(ritz_vectors)
         return products, values_at(action.function, nodes, action.operator.eps)
 
-    _, (products, values) = eqx.filter_jvp(parts, (arrays,), (along,))
+    _, (products, values) = eqx.filter_jvp(products_and_values, (arrays,), (direction,))
     if products is not None:
         tangent = tangent + constant.derivative(nodes, weights, products)
     if values is not None:
-        tangent = tangent + jnp.matmul(weights * values, rows, precision="highest")
+        coefficients = weights * values
+        tangent = tangent + jnp.matmul(coefficients, ritz_vectors, precision="highest")
     return out, tangent
 
 
 @eqx.filter_custom_jvp
 def first_order_only(primals: PyTree) -> PyTree:
+    """The `primals` of a derivative rule. Differentiating them again raises an error.
+    Without it a second derivative would miss the dependence of the run on A."""
     return primals
 
 
@@ -267,18 +331,19 @@ def first_order_only(primals: PyTree) -> PyTree:
 def _first_order_only_rule(primals, tangents) -> Any:
     if jax.tree.leaves(tangents):
         raise NotImplementedError(
-            "`traceax.function_of` has no second derivatives, nor mixed ones in the "
-            "vector and the operator, nor has `traceax.diagonal_of_function`: take "
-            "differences of first ones."
+            "`traceax.function_of` has no second derivatives, nor mixed derivatives in "
+            "the vector and the operator. The same is true of "
+            "`traceax.diagonal_of_function`. Take differences of first derivatives."
         )
     return primals[0], tangents[0]
 
 
 def check_of_eigenvalues(function: AbstractSpectralFunction) -> None:
+    """Raise a `ValueError` for a function of singular values."""
     if function.of_singular_values:
         raise ValueError(
-            "`function` must be one of eigenvalues here. Found "
-            f"`{type(function).__name__}`, of singular values. For that of a positive "
-            "semidefinite operator pass a function of eigenvalues; for traces use "
+            "`function` must be a function of eigenvalues here. Found "
+            f"`{type(function).__name__}`, a function of singular values. For a positive "
+            "semidefinite operator pass the same function of eigenvalues. For traces use "
             "`traceax.trace_of_function`."
         )

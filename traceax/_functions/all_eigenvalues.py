@@ -1,4 +1,16 @@
-"""Traces of functions by a dense factorisation, from n products."""
+"""Exact traces of functions by a dense factorisation, from n matvecs.
+
+    tr f(A) = sum_i f(lambda_i),    d tr f(A) = tr(f'(A) dA)
+
+for a Hermitian A with the eigenvalues lambda_i, or with singular values in their place;
+the derivative is a frame with `L = f'(A)` and `R = I`. A general A takes
+`AbstractSpectralFunction.of_matrix`. In the code `nodes` are the lambda_i, and `values`
+and `slopes` are f and f' at the nodes.
+
+The value is exact up to rounding. The computed factorisation is one of A + E, and to
+first order E changes the trace by `tr(f'(A) E)`. See docs/devdocs/quadrature.md, "Where a
+function is steep".
+"""
 
 from collections.abc import Callable
 
@@ -19,6 +31,18 @@ from .._run.gradient import attach
 from .gradients import AbstractFunctionGradient
 
 
+# A relative error from which the second digit of a result is wrong. Such results are
+# flagged, here as in estimates.
+SECOND_DIGIT = 0.02
+# Eigenvalues up to this many times the rounding error may be zero. Zero eigenvalues of
+# singular matrices of small integers came out at up to 2.8 machine epsilons times the
+# largest (docs/devdocs/quadrature.md, "The end point by default").
+_WIDTH_OF_ZERO = 8
+# How many machine epsilons f(A) may be off where it is computed from eigenvectors. A
+# larger factor flags more traces whose terms cancel, a smaller one misses some.
+_ERROR_OF_FUNCTION = 32
+
+
 def exact_trace_of_function(
     operator: FlatOperator,
     function: AbstractSpectralFunction,
@@ -26,7 +50,8 @@ def exact_trace_of_function(
     execution: AbstractExecution,
 ) -> Estimate:
     """The sum of `function` over the eigenvalues of a square operator, or over the
-    singular values of one with at least as many rows as columns."""
+    singular values of an operator with at least as many rows as columns. n matvecs,
+    O(n^3) operations, and O(n^2) memory."""
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator.frozen, eye)
     if not operator.hermitian and not function.of_singular_values:
@@ -34,13 +59,14 @@ def exact_trace_of_function(
     tagged_wrongly = jnp.zeros((), bool)
     if function.of_singular_values:
         left, nodes, right = svd(matrix)
-        noise, ends = 0.0, [-1, 0]
+        noise, ends = 0.0, [-1, 0]  # descending
     else:
+        # The skew part of a Hermitian A is rounding. If it is more, the tag is wrong.
         skew = matrix - matrix.conj().T
-        # In the second digit.
-        tagged_wrongly = two_norm(skew) > 0.02 * two_norm(matrix)
+        tagged_wrongly = two_norm(skew) > SECOND_DIGIT * two_norm(matrix)
         nodes, left = eigh((matrix + matrix.conj().T) / 2)
         right, ends = left.conj().T, [0, -1]
+        # The size of an entry of E, as ||E - E*||_F is about 2^(1/2) ||E||_F.
         noise = two_norm(skew) / (2**0.5 * operator.size)
     error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
 
@@ -51,17 +77,25 @@ def exact_trace_of_function(
     value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
     slopes = slopes_at(function, nodes, operator.eps)
     in_domain = check_domain(function, operator, extremes, value)
-    # Not defined where they leave the domain, or overflow.
-    moved = at(nodes + error) - values
-    moved = jnp.where(jnp.isfinite(moved) & ~one_sided, moved, 0)
-    steep = jnp.where(one_sided, 0, slopes)
-    change, lost = _rounding(nodes, values, steep, error, moved, bias)
+    # Changes are not finite where nodes leave the domain, or values overflow. Nodes with
+    # one-sided errors are in `bias`, and do not count twice.
+    shifts = at(nodes + error) - values
+    shifts = jnp.where(jnp.isfinite(shifts) & ~one_sided, shifts, 0)
+    change, lost = _rounding(
+        nodes=nodes,
+        values=values,
+        slopes=jnp.where(one_sided, 0, slopes),
+        error=error,
+        shifts=shifts,
+        bias=bias,
+    )
     lost |= tagged_wrongly
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
     extra = entries_without_probes(function, value, extremes)
     if isinstance(function, SingularLog):
         extra["sign"] = determinant_sign(matrix)
     bounds = bounds_around(value, change)
+    # L = f'(A), or U f'(S) V* for functions of singular values.
     left = left * subgradients_at(function, nodes, operator.eps)
     left = jnp.matmul(left, right, precision="highest")
     frame = gradient.frame(function, left, eye, eye)
@@ -83,8 +117,8 @@ def entries_without_probes(
     value: Real[Array, ""],
     extremes: Real[Array, "2"],
 ) -> dict[str, Array]:
-    """`Estimate.extra` of an exact value, with the entries of a Krylov run that makes no
-    steps and has one sample."""
+    """`Estimate.extra` of an exact value: the entries of an estimate from one sample and
+    no Krylov steps."""
     extra = {
         "ritz_values": extremes,
         "num_steps": jnp.zeros((), jnp.int32),
@@ -99,7 +133,7 @@ def entries_without_probes(
 def bounds_around(
     value: Real[Array, "*n"], change: Real[Array, "*n"]
 ) -> Real[Array, "2 2 *n"]:
-    """`Estimate.bounds` of an exact value that rounding may `change` by so much."""
+    """`Estimate.bounds` of an exact value, which rounding may move by `change`."""
     zero = jnp.zeros_like(change)
     ends = jnp.stack([value - change, zero, value + change, zero])
     return ends.reshape(2, 2, *value.shape)
@@ -112,20 +146,25 @@ def _of_general_matrix(
     gradient: AbstractFunctionGradient,
     execution: AbstractExecution,
 ) -> Estimate:
+    """The trace of f(A) for an A that is not Hermitian.
+
+    Rounding is measured by a second evaluation, at the transpose with entries changed by
+    roundoff. f(A^T) has the same trace, but its eigenvectors have other errors."""
     with jax.default_matmul_precision("highest"):
         of_matrix, slopes = function.of_matrix(matrix)
-        again, _ = function.of_matrix(perturb_entries(matrix, operator.eps).T)
+        of_transpose, _ = function.of_matrix(perturb_entries(matrix, operator.eps).T)
     terms = diagonal(of_matrix)
-    value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(again) - terms))
-    # Outside of the domain rounding may change anything.
+    value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(of_transpose) - terms))
+    # Outside of the domain rounding may change the value by any amount.
     change = jnp.where(jnp.isfinite(change), change, jnp.inf)
     real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
-    # Terms may also cancel within each entry of the diagonal.
-    floor = 32 * float(jnp.finfo(matrix.dtype).eps) * two_norm(of_matrix)
-    size = 0.02 * jnp.sum(jnp.abs(terms)) + floor
-    lost = change > size
+    # Terms may cancel within each entry of the diagonal too. Without the floor, traces
+    # that are zero would be flagged.
+    eps = float(jnp.finfo(matrix.dtype).eps)
+    floor = _ERROR_OF_FUNCTION * eps * two_norm(of_matrix)
+    lost = change > SECOND_DIGIT * jnp.sum(jnp.abs(terms)) + floor
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
     extra = entries_without_probes(function, value.real, extremes)
@@ -147,31 +186,37 @@ def _near_zero(
     nodes: Real[Array, " n"],
     error: Real[Array, ""],
 ) -> tuple[Real[Array, " n"], Bool[Array, " n"], Real[Array, ""]]:
-    """The values of a function whose domain ends at zero; at which nodes, which cannot be
-    told from zero, their errors have one sign; and by how much these change the sum.
+    """Values at the nodes, corrected near zero for a function whose domain ends there;
+    the nodes near zero whose errors all have one sign; and the bias of the sum that these
+    errors make.
 
-    Of a function that goes on beyond zero, values at negative nodes are taken there.
-    Errors then cancel, but for the curvature of the function. Elsewhere negative nodes
-    count as zero, and all errors of zeros have one sign, as those of singular values."""
+    Nodes near zero cannot be told from zero. If the formula of the function is finite for
+    negative numbers too, it is evaluated at negative nodes. Errors of both signs then
+    cancel, up to the curvature of the function. Otherwise negative nodes count as zero,
+    so all errors of zeros have one sign, as they have for singular values."""
     values = at(nodes)
     if not function.semidefinite_domain or function.singular_at_zero:
         return values, jnp.zeros_like(nodes, bool), jnp.zeros_like(error)
     # Negative nodes show how large errors are.
-    least = -jnp.min(nodes)
-    width, error = jnp.maximum(8 * error, least), jnp.maximum(error, least)
-    unseen, zeros = nodes <= width, jnp.zeros_like(nodes)
+    overshoot = -jnp.min(nodes)
+    width = jnp.maximum(_WIDTH_OF_ZERO * error, overshoot)
+    error = jnp.maximum(error, overshoot)
+    near_zero, zeros = nodes <= width, jnp.zeros_like(nodes)
+    # The true node may be zero, or larger by the error.
     rise = jnp.abs(jnp.stack([values - at(zeros), at(nodes + error) - values]))
-    bias = jnp.sum(jnp.where(unseen, jnp.max(rise, axis=0), 0))
+    bias = jnp.sum(jnp.where(near_zero, jnp.max(rise, axis=0), 0))
     if function.of_singular_values:
-        return values, unseen, bias
+        return values, near_zero, bias
+    # Half of the second difference is the mean change by errors of either sign.
     low, middle, high = function(jnp.stack([-width, zeros[0], width]))
-    curved = jax.lax.stop_gradient(jnp.abs(low + high - 2 * middle) / 2)
-    beyond = jnp.isfinite(curved)
-    bias = jnp.where(beyond, jnp.sum(unseen) * curved, bias)
-    within = beyond & (jnp.abs(nodes) <= width)
-    # Not evaluated, nor differentiated, outside.
-    inside = function(jnp.where(within, nodes, width))
-    return jnp.where(within, inside, values), unseen & ~beyond, bias
+    curvature = jax.lax.stop_gradient(jnp.abs(low + high - 2 * middle) / 2)
+    continues = jnp.isfinite(curvature)
+    bias = jnp.where(continues, jnp.sum(near_zero) * curvature, bias)
+    continued = continues & (jnp.abs(nodes) <= width)
+    # NaN outside of the domain, if it were evaluated there, would spoil derivatives.
+    values_near_zero = function(jnp.where(continued, nodes, width))
+    values = jnp.where(continued, values_near_zero, values)
+    return values, near_zero & ~continues, bias
 
 
 def _rounding(
@@ -179,16 +224,19 @@ def _rounding(
     values: Real[Array, " n"],
     slopes: Real[Array, " n"],
     error: Real[Array, ""],
-    moved: Real[Array, " n"],
+    shifts: Real[Array, " n"],
     bias: Real[Array, ""],
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
-    """By how much rounding changes the sum of `values`, and whether it changes the second
+    """How far rounding may move the sum of `values`, and whether it reaches the second
     digit.
-    The matrix has errors E of size `error`, of its entries and of the factorisation. To
-    first order they change `tr f(A)` by `tr(f'(A) E)`. Where f has a steep part of less
-    than that size, they change values by as much as these have `moved` with the nodes.
-    A `bias` does not average out."""
-    change = two_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(moved))) + bias
+
+    The matrix has an error E, with entries of size `error`, from the matvecs and from the
+    factorisation. To first order it changes `tr f(A)` by `tr(f'(A) E)`. Where f has a
+    steep part narrower than that, its slopes miss the change, and `shifts`, the changes
+    of the values when nodes move by `error`, show it. A `bias` does not average out."""
+    # Errors of different eigenvalues are unrelated, so their squares add up.
+    change = two_norm(jnp.maximum(error * jnp.abs(slopes), jnp.abs(shifts))) + bias
+    # With the change when A is scaled: the logarithm is 0 at the identity, but not exact.
     size = jnp.sum(jnp.abs(values) + jnp.abs(nodes * slopes))
     change = change + jnp.finfo(nodes.dtype).eps * jnp.sum(jnp.abs(values))
-    return change, jnp.isfinite(change) & (change > 0.02 * size)
+    return change, jnp.isfinite(change) & (change > SECOND_DIGIT * size)

@@ -1,3 +1,5 @@
+"""The interface of estimators of the trace of a function of an operator."""
+
 import abc
 from typing import ClassVar
 
@@ -49,9 +51,10 @@ class AbstractFunctionEstimator(eqx.Module):
 
     **Attributes:**
 
-    - `sampler`: distribution of the probes.
-    - `min_probes`: the smallest `k` that it works with.
-    - `most_steps`: how many steps a call chooses at most if nothing is said, 128.
+    - `sampler`: the distribution of the probes.
+    - `min_probes`: the smallest `k` that the estimator works with.
+    - `most_steps`: the largest number of steps that is chosen automatically where
+        [`traceax.AdaptiveSteps`][] sets no limit, by default 128.
     """
 
     sampler: eqx.AbstractVar[AbstractSampler]
@@ -75,33 +78,33 @@ class AbstractFunctionEstimator(eqx.Module):
 
         **Arguments:**
 
-        - `operator`: A, as a map of flat vectors.
+        - `operator`: A, as a map of flat vectors of shape `(n,)`.
         - `function`: f.
-        - `gradient`: how the derivative is to be made.
-        - `k`: the number of probes, a number or adaptive.
-        - `num_steps`: the number of Lanczos steps, at most n, a number or adaptive.
+        - `gradient`: how the derivative is estimated.
+        - `k`: the number of probes, fixed or adaptive.
+        - `num_steps`: the number of Lanczos steps, at most n, fixed or adaptive.
         - `key`: a JAX PRNG key, or `None` if the caller gave none.
-        - `execution`: where products are to be made.
-        - `quantity`: what users see of the trace, to which the tolerance of an adaptive
-            budget applies: for a norm, a root of the trace. The estimate itself is of the
-            trace.
+        - `execution`: where matvecs are computed.
+        - `quantity`: the function of the trace that users see (for a norm, a root of the
+            trace). The tolerance of an adaptive budget applies to it. The estimate itself
+            is one of the trace.
 
         **Returns:**
 
-        An `Estimate` of `traceax.internal`, from about `k * num_steps` products.
+        An `Estimate` of `traceax.internal`, from about `k * num_steps` matvecs.
         """
 
     def rescaled(
         self, factor: Scalar, least: Scalar | None = None
     ) -> "AbstractFunctionEstimator":
-        """The same for an operator whose spectrum lies above `factor` times that of the
-        one that it was made for. By default the estimator itself: override it where it
-        holds what is known of the spectrum.
+        """The same estimator for an operator whose spectrum lies above `factor` times the
+        spectrum of the original operator. By default this is the estimator itself.
+        Override the method in estimators that store bounds of the spectrum.
 
         **Arguments:**
 
         - `factor`: a positive number.
-        - `least`: a number that the spectrum is known not to be below, or None.
+        - `least`: a known lower bound of the spectrum of the new operator, or `None`.
 
         **Returns:**
 
@@ -112,12 +115,12 @@ class AbstractFunctionEstimator(eqx.Module):
 
 def describe_mismatch(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
     """The part of an error message that describes an operator and a function that do not
-    fit each other."""
-    known = "known" if operator.hermitian else "not known"
+    fit together."""
+    certainty = "known" if operator.hermitian else "not known"
     described = f"the function `{type(function).__name__}`"
     if function.of_singular_values:
         described = (
             "a function of singular values, which `traceax.logdet` takes without a "
             "semidefinite tag"
         )
-    return f"Found {described}, and an operator that is {known} to be Hermitian."
+    return f"Found {described}, and an operator that is {certainty} to be Hermitian."

@@ -1,3 +1,13 @@
+"""Derivatives of traces of functions.
+
+    d tr f(A) = tr(f'(A) dA) = E[Re tr(L* dA R)]
+
+for frames (L, R) of few columns. With probes z, E[z z*] = I, one choice is `L = f'(A) z`
+and `R = z`. For f(x) = x^m all m terms `A^i dA A^(m-1-i)` of d(A^m) have the same trace.
+The frames here and their variance are derived in docs/devdocs/gradients.md, "Traces of
+functions".
+"""
+
 import abc
 from typing import ClassVar
 
@@ -9,6 +19,14 @@ from jaxtyping import Array, Inexact
 from .._core.checks import plain_integer
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.gradient import AbstractFrame, FirstOrderFrame, SolvedFrame
+
+
+# `lineax.CG` stops, as if it had broken down, once p* A p <= 100 rcond |r|^2 with
+# rcond = 2 n eps: where an eigenvalue is below 200 n eps.
+_BREAKDOWN_OF_CG = 200
+# Where that limit is large, the mean eigenvalue is scaled this far above it. A larger
+# factor takes solutions further from the size 1 that absolute tolerances are meant for.
+_ROOM = 4
 
 
 class AbstractFunctionGradient(eqx.Module):
@@ -49,7 +67,7 @@ class AbstractFunctionGradient(eqx.Module):
 
     **Attributes:**
 
-    - `columns`: how many pairs of vectors the Krylov space of each probe is asked for.
+    - `columns`: the number of pairs of vectors from the Krylov space of each probe.
     """
 
     columns: eqx.AbstractVar[int]
@@ -62,7 +80,7 @@ class AbstractFunctionGradient(eqx.Module):
         right: Inexact[Array, "n p"],
         probes: Inexact[Array, "n q"],
     ) -> AbstractFrame:
-        """The frame from which a derivative is made.
+        """The frame of the derivative.
 
         **Arguments:**
 
@@ -70,7 +88,7 @@ class AbstractFunctionGradient(eqx.Module):
         - `left`, `right`: L of shape `(m, p)` and R of shape `(n, p)`, from the Krylov
             spaces of the probes: $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ is close to
             the derivative of the estimate.
-        - `probes`: Z of shape `(n, q)`, of which $E[Z Z^*] = I$.
+        - `probes`: Z of shape `(n, q)`, with $E[Z Z^*] = I$.
 
         **Returns:**
 
@@ -80,17 +98,17 @@ class AbstractFunctionGradient(eqx.Module):
 
 
 class LanczosGradient(AbstractFunctionGradient):
-    """The derivative of $z^* f(A) z$ from the Lanczos run that made the value: no further
-    product with $A$ beyond those of the derivative itself.
+    """The derivative of $z^* f(A) z$ from the Lanczos run of the value, without further
+    matvecs with $A$.
 
     It is $\\mathrm{Re}\\,\\mathrm{tr}(L^* dA\\, R)$ with a few columns L, R in the
-    Krylov space. Their number changes the variance but not the mean (with signs, hardly:
-    by less than 1% where four were tried on n = 8): with one column, $f'(A) z$ and $z$,
-    the variance is several times larger on ill-conditioned operators; more than four
-    gain little. The bias is that of the Krylov space, which
-    for a log-determinant is at most the error of as many conjugate gradient steps:
-    `stats["gradient_residual"]` has their relative residuals. It has no second
-    derivative: asking for one raises an error.
+    Krylov space. Their number changes the variance but not the mean. (For random signs
+    the mean changes a little, by less than 1% with four columns and n = 8.) With one
+    column, $f'(A) z$ and $z$, the variance is several times larger on ill-conditioned
+    operators. More than four gain little. The Krylov space causes a bias, which for a
+    log-determinant is at most the error of as many conjugate gradient steps. Their
+    relative residuals are in `stats["gradient_residual"]`. Asking for a second derivative
+    raises an error.
 
     !!! Example
 
@@ -114,8 +132,8 @@ class LanczosGradient(AbstractFunctionGradient):
 
     **Attributes:**
 
-    - `columns`: of L and R, for each probe. The derivative costs as many products with
-        that of the operator, and keeps two vectors of length n for each.
+    - `columns`: the number of columns of L and R for each probe. Each of them costs one
+        matvec with the derivative of the operator, and two vectors of length n in memory.
 
     ??? cite
 
@@ -163,11 +181,12 @@ LanczosGradient.__init__.__doc__ = """**Arguments:**
 
 
 class SolveGradient(AbstractFunctionGradient):
-    """$f'(A) z$ by `lineax.linear_solve`, to the tolerance of a solver, and
-    differentiable again: for `Log`, `Inverse` without a shift, and negative whole powers.
+    """$f'(A) z$ by `lineax.linear_solve`, to the tolerance of a solver. It can be
+    differentiated again. It is for `Log`, `Inverse` without a shift, and negative whole
+    powers.
 
-    Costs the solves when, and only when, a derivative is taken: for each probe one for
-    `Log`, two for `Inverse`, and p + 1 for `Power(-p)`.
+    Solves are made only if a derivative is taken. For each probe there is one for `Log`,
+    two for `Inverse`, and p + 1 for `Power(-p)`.
 
     !!! Example
 
@@ -220,18 +239,19 @@ class SolveGradient(AbstractFunctionGradient):
                 "is a negative whole power: `traceax.Log`, `traceax.Inverse` without a "
                 f"shift or `traceax.Power` of a negative whole number. Found "
                 f"`{type(function).__name__}`. Use `traceax.LanczosGradient()` for a "
-                "first derivative. There is no second one in the operator for such a "
-                "function: take differences of first ones, with the same key."
+                "first derivative. Such a function has no second derivative in the "
+                "operator: take differences of first ones, with the same key."
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values
-        # The derivative along the identity, tr f'(A), is a mean of powers of eigenvalues.
+        # With f'(x) = c x^-p, the derivative along the identity is tr f'(A), c times the
+        # sum of lambda^-p. So `unit` is a mean eigenvalue. `SolvedFrame` divides A by it,
+        # as tolerances of solvers and their tests for breakdown are absolute.
         slope, count = jnp.vdot(left, right).real, jnp.vdot(probes, probes).real
         mean = jnp.abs(slope / (coefficient * count))
         unit = jnp.where(jnp.isfinite(mean) & (mean > 0), mean, 1) ** (-1 / num_solves)
-        # `lineax.CG` breaks down where an eigenvalue is below 200 n eps.
-        limit = 200 * len(right) * float(jnp.finfo(right.dtype).eps)
-        unit = unit / max(1, 4 * limit)
+        limit = _BREAKDOWN_OF_CG * len(right) * float(jnp.finfo(right.dtype).eps)
+        unit = unit / max(1, _ROOM * limit)
         return SolvedFrame(probes, unit, self.solver, coefficient, num_solves, hermitian)
 
 

@@ -1,4 +1,11 @@
-"""`r* A^-1 r` of a positive definite operator by a linear solve, and its derivative."""
+"""`r* A^-1 r` of a positive definite operator by a linear solve, and its derivative.
+
+    M = [[A, r], [r*, 0]],  w = (x, -1),    -w* M w = 2 Re(x* r) - x* A x
+
+At `x = A^-1 r` this is `r* A^-1 r`, and it is stationary in x there. So the value has an
+error of second order in the error of x, and its derivative is `-w* dM w`, in A and in r.
+In the code `residual` is r, `solution` is x, `vector` is w and `bordered` is M.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +28,14 @@ from .._run.execution import Local
 from .._run.gradient import attach, FirstOrderFrame
 
 
+# `lineax.CG` stops, as if it had broken down, once p* A p <= 100 rcond |r* P^-1 r| with
+# rcond = 2 n eps: where an eigenvalue of P^-1 A is below 200 n eps.
+_BREAKDOWN_OF_CG = 200
+# Eigenvalues of about 1 are scaled this far above that limit, so that condition numbers
+# of 1e4 are far from it. More room would come nearer to an overflow.
+_ROOM = 1e4
+
+
 class _Bordered(eqx.Module):
     """`M = [[A, r], [r*, 0]]`, as a map of vectors of length n + 1."""
 
@@ -41,21 +56,32 @@ def solve_scaled(
     smallest: Real[Array, ""],
     solver: lx.AbstractLinearSolver,
 ) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
-    """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
+    """An approximation of `A^-1 r`, the result code of the solve, and the statistics of
+    the solver.
+
+    Tolerances and breakdown tests of `lineax` solvers have absolute parts. They would
+    give other answers if A or r had other units, so the solver sees the scaled system
+
+        (A / size) y = r / unit,    x = unit y / size,
+
+    whose right-hand side and solution have entries of about 1. `smallest` is about the
+    smallest eigenvalue of A, with a preconditioner of the preconditioned operator. If it
+    is not positive, 1 is taken instead."""
     structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
     # The absolute tolerance of a solver is meant for a right-hand side of size one.
     unit = two_norm(residual) / flat.size**0.5
     unit = jnp.where(unit > 0, unit, 1)
     right = residual / unit
 
-    def outside(x, factor):
+    def precondition(x, factor):
+        """`factor P^-1 x`, of a unit vector, so that no square overflows or vanishes."""
         if preconditioner is None:
             return factor * x
         x, length = unit_of(x)
         return length * (factor * preconditioner.power(-1.0, x))
 
-    # And for a solution of size one, as it is about in units of `1 / size`.
-    length = two_norm(outside(right, 1.0))
+    # P^-1 r shows how large the solution is.
+    length = two_norm(precondition(right, 1.0))
     ratio = jnp.where(length > 0, two_norm(right) / jnp.where(length > 0, length, 1), 1)
     size = jnp.where(smallest > 0, smallest, 1) * ratio
 
@@ -63,10 +89,11 @@ def solve_scaled(
         x, length = unit_of(x)
         return length * (flat.mv(x) / size)
 
-    # `lineax.CG` does not depend on the scale of its preconditioner, but breaks down
-    # where an eigenvalue of the preconditioned operator is below 200 n eps. GMRES
-    # measures residuals after it.
-    factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
+    # The steps of CG do not depend on the scale of its preconditioner, only its test for
+    # breakdown does. GMRES measures residuals after preconditioning, so a factor would
+    # change its tolerance.
+    eps = float(jnp.finfo(flat.dtype).eps)
+    factor = _ROOM * max(1, _BREAKDOWN_OF_CG * flat.size * eps)
     if isinstance(solver, lx.GMRES):
         factor = 1.0
 
@@ -74,25 +101,23 @@ def solve_scaled(
     options = {
         "y0": size * (initial / unit),
         "preconditioner": lx.FunctionLinearOperator(
-            lambda x: outside(x, factor * ratio), structure, tags
+            lambda x: precondition(x, factor * ratio), structure, tags
         ),
     }
     matrix = lx.FunctionLinearOperator(scaled, structure, tags)
-    found = lx.linear_solve(matrix, right, solver, options=options, throw=False)
-    return unit * (found.value / size), RESULTS.promote(found.result), found.stats
+    solved = lx.linear_solve(matrix, right, solver, options=options, throw=False)
+    return unit * (solved.value / size), RESULTS.promote(solved.result), solved.stats
 
 
 def inverse_form(
     flat: FlatOperator, residual: Inexact[Array, " n"], solution: Inexact[Array, " n"]
 ) -> tuple[Real[Array, ""], Inexact[Array, " n"]]:
-    """`2 x* r - x* A x` for `x = A^-1 r`, and what x leaves of r.
-
-    It is `-w* M w` for `w = (x, -1)` and M bordered by r: `r* A^-1 r`, stationary in x.
-    So its derivative is `-w* dM w`, and its error of second order in that of x.
-    """
+    """`2 Re(x* r) - x* A x` for an approximation x of `A^-1 r`, and the residual
+    `r - A x`. One matvec."""
     fn, size = _Bordered(flat.fn, residual), flat.size + 1
     bordered = dataclasses.replace(flat, fn=fn, size=size)
     vector = jnp.append(solution, -jnp.ones_like(solution, shape=1))
+    # M w = (A x - r, r* x), whose first part is the residual with the other sign.
     image = bordered.frozen.mv(vector)
     frame = FirstOrderFrame(-vector[:, None], vector[:, None])
     value = attach(bordered, -dot(vector, image), frame, execution=Local())

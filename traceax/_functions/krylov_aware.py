@@ -1,12 +1,22 @@
+"""Krylov-aware deflation.
+
+    tr f(A) ~ tr(Q* f(A) Q) + 1/m sum_i z_i* f(A) z_i,    z_i = c_i (I - Q Q*) omega_i
+
+(Chen and Hallman, SIAM J. Matrix Anal. Appl. 44, 2023). Q has all blocks but the last of
+d steps of block Lanczos from b vectors. The first term is the `value` of `deflation`, and
+`forms` has the forms of the second: see `deflation.py` and `deflated_forms.py`. How many
+matvecs are spent on each of them is in `deflation_budget.py`. In the code `steps` of a
+deflation is d, `b` is b, and m is `streamed.count`.
+"""
+
 import dataclasses
 import functools as ft
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
@@ -18,7 +28,6 @@ from .._krylov.block_lanczos import (
     block_lanczos_advance,
     block_lanczos_run,
     block_lanczos_start,
-    BlockLanczosState,
 )
 from .._krylov.lanczos import Lanczos
 from .._quadrature.functions import AbstractSpectralFunction
@@ -31,6 +40,7 @@ from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket,
 from .base import AbstractFunctionEstimator, describe_mismatch
 from .deflated_forms import DeflatedForms
 from .deflation import Deflation
+from .deflation_budget import BlockRun, grow_deflation, split_budget
 from .gradients import AbstractFunctionGradient
 from .samples import estimate_of_forms, stream_forms
 
@@ -39,38 +49,39 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     r"""Krylov-aware deflation: the trace of $f(A)$ on a block Krylov space, and
     stochastic Lanczos quadrature on its complement.
 
-    With $b = \max(1, \lfloor k/4 \rfloor)$ random vectors, `d = 2 * num_steps` steps of
-    block Lanczos. All of the basis but its last block, $Q$ with `b * (d - 1)` columns, is
-    deflated: $\mathrm{tr}(Q^* f(A) Q)$ comes from the whole block tridiagonal matrix at
-    no further product. The other `k - 2 b` probes, less their part in $Q$, estimate the
-    rest with `num_steps` steps each.
+    Block Lanczos makes `d = 2 * num_steps` steps from $b = \max(1, \lfloor k/4 \rfloor)$
+    random vectors. All blocks of its basis but the last one, $Q$ with `b * (d - 1)`
+    columns, are deflated: $\mathrm{tr}(Q^* f(A) Q)$ comes from the whole block
+    tridiagonal matrix without further matvecs. The other `k - 2 b` probes, projected
+    onto the complement of $Q$, estimate the remainder with `num_steps` steps each.
 
-    `block=(b, d)` chooses both, and leaves all k probes for the rest: `b * d + k *
-    num_steps` products. Where eigenvalues of $f(A)$ decay, most products are better spent
-    on few vectors and many steps. Of 120, `block=(3, 36), k=4, num_steps=3` had a half to
-    1/850 of the error of `k=6, num_steps=20`.
+    `block=(b, d)` sets both numbers, and leaves all k probes for the remainder, with
+    `b * d + k * num_steps` matvecs in total. Where eigenvalues of $f(A)$ decay, most
+    matvecs are better spent on few vectors and many steps. With 120 matvecs,
+    `block=(3, 36), k=4, num_steps=3` had between 1/2 and 1/850 of the error of
+    `k=6, num_steps=20`.
 
-    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`. Then `num_steps` further
-    columns for each of the b vectors are deflated, at the price of b probes, as long as
-    that saves more probes than it costs, and for no more than half of `max_k`. After that
-    probes are added in rounds. Rounds of 4 or 8 suit it best. A `block` does not grow.
+    With [`traceax.Adaptive`][], `b = max(1, round_size // 4)`. Deflation then grows by
+    `num_steps` columns for each of the b vectors, at the price of b probes, as long as
+    that saves more probes than it costs, up to half of `max_k`. After that probes are
+    added in rounds. Rounds of 4 or 8 suit it best. A `block` does not grow.
 
     It pays off where a few well separated eigenvalues, which a Krylov space finds
     quickly, carry most of $\|f(A)\|_F$: the exponential or a power of an operator with a
     decaying spectrum. On a flat spectrum half of the probes are spent without gain.
 
-    Cost: without `block` at most `k * num_steps` products; $O(n (b d)^2)$ operations.
-    Memory: it keeps `b * d` vectors of length n, without `block` about `k * num_steps /
-    2` (with `Adaptive` `max_k * num_steps / 2`, and a dense eigenvalue problem of that
-    size each time that it grows); the peak is about twice that, and with a derivative
-    about five times. Needs `k >= 3`, with a `block` `k >= 1`. The quadrature error is in
-    `stats` as with [`traceax.SLQEstimator`][].
+    Cost: without `block` at most `k * num_steps` matvecs; $O(n (b d)^2)$ operations.
+    Memory: it keeps `b * d` vectors of length n, without `block` about
+    `k * num_steps / 2`. With `Adaptive` it keeps `max_k * num_steps / 2`, and solves a
+    dense eigenvalue problem of that size each time that it grows. The peak is about twice
+    that, and with a derivative about five times. It needs `k >= 3`, with a `block`
+    `k >= 1`. The quadrature error is in `stats` as with [`traceax.SLQEstimator`][].
 
-    With [`traceax.AdaptiveSteps`][], so if `num_steps` is left out, `num_steps` above is
-    what the first probe takes before anything is deflated, and memory is that of
-    `max_steps`. For a fixed k, whose error becomes smaller by the deflation, and with a
-    `block`, the steps of the other probes are chosen after it. Each choice costs the
-    products of one probe more.
+    With [`traceax.AdaptiveSteps`][], the default of calls, `num_steps` above is the
+    number that the first probe takes before anything is deflated, and the buffers have
+    room for `max_steps`. With a `block`, and for a fixed k, whose sampling error the
+    deflation reduces, the steps of the other probes are chosen after the deflation. Each
+    choice costs the matvecs of one more probe.
 
     !!! Example
 
@@ -91,10 +102,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
     **Attributes:**
 
-    - `sampler`: distribution of the probes, rotation invariant. What is left of a probe
-        after deflation is scaled to the length that it has in the mean.
-    - `block`: how many vectors are deflated from, and by how many steps of block Lanczos,
-        a pair of Python integers, 1 and 2 or more; or `None`, as above.
+    - `sampler`: the distribution of the probes, rotation invariant. After deflation a
+        probe is scaled to its mean length.
+    - `block`: b and d, the number of vectors and the number of steps of block Lanczos, a
+        pair of Python integers, at least 1 and 2; or `None`, as above.
 
     ??? cite
 
@@ -113,6 +124,8 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
 
     sampler: AbstractSampler = SphereSampler()
     block: tuple[int, int] | None = eqx.field(static=True, default=None)
+    # Half of the number for other estimators: the basis is as large as the vectors of all
+    # its steps.
     most_steps: ClassVar[int] = 64
 
     def __check_init__(self):
@@ -124,12 +137,13 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             )
         if self.block is not None and not _is_pair(self.block):
             raise ValueError(
-                "`block` must be a pair of Python integers: how many vectors, 1 or more, "
-                f"and how many steps, 2 or more. Found {self.block!r}."
+                "`block` must be a pair of Python integers: the number of vectors, 1 or "
+                f"more, and the number of steps, 2 or more. Found {self.block!r}."
             )
 
     @property
     def min_probes(self) -> int:  # pyright: ignore
+        # Without `block` two probes pay for one vector of the block.
         return 3 if self.block is None else 1
 
     def run(
@@ -145,52 +159,74 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         self._check(operator, function)
-        settings = operator, function, k, num_steps, key, execution, quantity
-        deflated = self._deflate(*settings)
-        b, deflation, rest = deflated.b, deflated.deflation, deflated.k
-        forms = DeflatedForms.of(operator, function, deflation, self.sampler, key, b)
+        deflated = self._deflate(
+            operator,
+            function,
+            k=k,
+            num_steps=num_steps,
+            key=key,
+            execution=execution,
+            quantity=quantity,
+        )
+        b, deflation = deflated.b, deflated.deflation
+        forms = DeflatedForms.of(
+            operator, function, deflation, sampler=self.sampler, key=key, offset=b
+        )
 
         def excess(value, bracket, deviation):
-            return excess_of_bracket(value, bracket, deviation, operator, rest, quantity)
+            k = deflated.budget
+            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
+            # All samples of a resumed run have as many steps as its first ones.
             if isinstance(k, Budget) and k.state is not None:
                 return k.state[0]
             return forms.choose_steps(adaptive, operator, excess, execution)
 
-        steps, products = deflated.first, deflated.products
+        # With a tolerance the target is the same before and after the deflation. With a
+        # fixed k it is the sampling error, which the deflation has reduced.
+        steps, num_matvecs = deflated.probe_steps, deflated.num_matvecs
         if steps is None or isinstance(k, int):
             steps = Steps.of(num_steps, choose)
-            products = products + steps.spent
+            num_matvecs = num_matvecs + steps.spent
 
         def form(flat, index):
             return forms.form(flat, index, steps, gradient.columns)
 
-        if isinstance(rest, Budget):
-            spent = -(-deflated.steps * b // steps.made)
-            rest = dataclasses.replace(rest, spent=spent)
-        settings = operator, function, gradient, rest, execution
-        streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
+        budget = deflated.budget_after(steps)
+        streamed = stream_forms(
+            form,
+            operator=operator,
+            function=function,
+            gradient=gradient,
+            k=budget,
+            execution=execution,
+            width=steps.most,
+            quantity=quantity,
+        )
         moments, extremes = streamed.summary
         extremes = spectral_range(jnp.stack([extremes, forms.ends]))
 
         def mean():
             left = deflation.left(function, operator.eps)
             frame = gradient.frame(function, left, deflation.basis, deflation.basis)
-            # The samples, which have it too, give its derivative in the function.
+            # The samples contain the deflated part, and so its derivative in the
+            # parameters of f. Here it would count twice.
             constant = jax.lax.stop_gradient(deflation.value)
-            fixed = attach(operator, constant, frame, execution=execution)
-            return fixed + streamed.mean()
+            deflated_part = attach(operator, constant, frame, execution=execution)
+            return deflated_part + streamed.mean()
 
         def probes():
-            index = jnp.arange(largest_budget(rest))
-            weight = jnp.where(index < streamed.count, moments.count**-0.5, 0)
-            used = weight * forms.probes(operator, index)
-            used = jnp.concatenate([deflation.basis, used], axis=1)
-            return used.shape[1] ** 0.5 * used
+            size, weight = largest_budget(budget), moments.count**-0.5
+            return forms.isotropic_columns(operator, size, streamed.count, weight=weight)
 
         estimate = estimate_of_forms(
-            *(streamed, operator, function, k, steps, excess),
+            streamed,
+            operator=operator,
+            function=function,
+            k=k,
+            steps=steps,
+            excess=excess,
             live=mean,
             extremes=extremes,
             common=deflation.rounding,
@@ -198,7 +234,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         )
         return dataclasses.replace(
             estimate,
-            num_matvecs=estimate.num_matvecs + products,
+            num_matvecs=estimate.num_matvecs + num_matvecs,
             state=steps.state(deflated.state(streamed.loop.state)),
             probes=probes,
         )
@@ -225,125 +261,86 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity,
-    ) -> "_Deflated":
-        """Block Lanczos for half of the budget, or as long as that pays, or as `block`
-        says."""
+    ) -> BlockRun:
+        """Block Lanczos for half of a fixed budget, for as long as it pays off with an
+        adaptive one, or by the numbers of `block`."""
 
-        def excess(value, bracket, deviation):
-            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
+        excess = ft.partial(excess_of_bracket, operator=operator, k=k, quantity=quantity)
 
         def choose(adaptive):
             if isinstance(k, Budget) and k.state is not None:
                 return k.state[0]
             probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
-            settings = Lanczos(), operator, function, None, probe, excess, execution
-            return choose_steps_of_form(adaptive, *settings)
+            return choose_steps_of_form(
+                adaptive,
+                krylov=Lanczos(),
+                operator=operator,
+                function=function,
+                bound=None,
+                probe=probe,
+                excess=excess,
+                execution=execution,
+            )
 
         n, eps = operator.size, operator.eps
-        by = None if self.block else Steps.of(num_steps, choose)
-        b, first, most, rest = self._split(k, by)
+        probe_steps = None if self.block else Steps.of(num_steps, choose)
+        b, steps, most, budget = split_budget(k, self.block, probe_steps)
         b = min(b, n)
-        total = min(most, -(-n // b))
+        most = min(most, -(-n // b))
         start = draw_for(operator, self.sampler, key, jnp.arange(b))
 
-        def kept(steps):
+        def num_deflated(steps):
             """All blocks but the last, unless they fill the whole space."""
             return steps - (steps * b < n)
 
-        def look(run, steps):
-            found, width = block_lanczos_run(run, steps), kept(total) * b
-            return Deflation.of(function, found, steps, kept(steps), width, eps)
+        def deflate(state, steps):
+            return Deflation.of(
+                function,
+                run=block_lanczos_run(state, steps),
+                steps=steps,
+                num_blocks=num_deflated(steps),
+                width=num_deflated(most) * b,
+                eps=eps,
+            )
 
+        # Accelerators multiply matrices in less than float32 by default, which would
+        # spoil the orthogonality of the basis. Matvecs keep the precision of the user.
         with full_precision(lambda x: execution.matmat(operator.frozen, x)) as matmat:
             advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
-            run = block_lanczos_start(start, total, eps=eps)
-            steps = jnp.minimum(jnp.asarray(first, jnp.int32), total)
-            if isinstance(rest, Budget) and rest.state is not None:
-                _, (earlier, steps, loop) = rest.state
-                run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
+            state = block_lanczos_start(start, most, eps=eps)
+            steps = jnp.minimum(jnp.asarray(steps, jnp.int32), most)
+            if isinstance(budget, Budget) and budget.state is not None:
+                # A resumed run may have room for more steps than the earlier one.
+                _, (earlier, steps, loop) = budget.state
+                state = embed(state, earlier)
+                budget = dataclasses.replace(budget, state=loop)
             else:
-                run = advance(run, 0, steps)
-                if isinstance(rest, Budget) and by is not None:
-                    settings = rest, quantity, advance, look
-                    run, steps = _grow(*settings, run, steps, by.made)
-            deflation = look(run, steps)
-        return _Deflated(b, deflation, run, steps, rest, by)
-
-    def _split(
-        self, k: int | Budget, by: Steps | None
-    ) -> tuple[int, Int[Array, ""] | int, int, int | Budget]:
-        """The size of a block, how many steps it makes at first and at most, and the
-        budget for the other probes."""
-        if by is None:
-            assert self.block is not None
-            size, steps = self.block
-            return size, steps, steps, k
-        if not isinstance(k, Budget):
-            b = max(1, k // 4)
-            return b, 2 * by.made, 2 * by.most, k - 2 * b
-        b = max(1, k.round_size // 4)
-        rounds = max(2, k.max_k // (2 * b))
-        rest = k.limited_to(k.max_k - rounds * b)
-        return b, 2 * by.made, rounds * by.most, rest
-
-
-def _grow(
-    k: Budget,
-    quantity: AbstractQuantity,
-    advance: Callable[..., BlockLanczosState],
-    look: Callable[[BlockLanczosState, Int[Array, ""]], Deflation],
-    run: BlockLanczosState,
-    steps: Int[Array, ""],
-    num_steps: Int[Array, ""] | int,
-) -> tuple[BlockLanczosState, Int[Array, ""]]:
-    """Deflate more, as long as that saves more products than it costs (Chen and Hallman,
-    section 5, with the variance of the error bar in the place of a tail bound)."""
-    most, b, _ = run.diagonal.shape
-    first = look(run, steps)
-    unit = jnp.max(jnp.abs(first.values))
-    unit = jnp.where(unit > 0, unit, 1)
-
-    def unfinished(carry):
-        _, steps, seen, gain = carry
-        value, _ = quantity.present(unit * seen.value, jnp.zeros_like(unit))
-        return (steps < most) & (k.rule.samples_saved(gain, value / unit, unit) > b)
-
-    def more(carry):
-        run, steps, seen, _ = carry
-        following = jnp.minimum(steps + num_steps, most)
-        run = advance(run, steps, following)
-        now = look(run, following).seen(unit)
-        return run, following, now, now.norm - seen.norm
-
-    seen = first.seen(unit)
-    carry = run, steps, seen, seen.norm
-    run, steps, *_ = jax.lax.while_loop(unfinished, more, carry)
-    return run, steps
+                state = advance(state, 0, steps)
+                if isinstance(budget, Budget) and probe_steps is not None:
+                    state, steps = grow_deflation(
+                        state,
+                        steps,
+                        budget=budget,
+                        quantity=quantity,
+                        advance=advance,
+                        deflate=deflate,
+                        num_steps=probe_steps.made,
+                    )
+            deflation = deflate(state, steps)
+        return BlockRun(
+            b=b,
+            deflation=deflation,
+            run=state,
+            steps=steps,
+            budget=budget,
+            probe_steps=probe_steps,
+        )
 
 
 def _is_pair(block: Any) -> bool:
     numbers = isinstance(block, tuple) and len(block) == 2
     integers = numbers and all(type(x) is int for x in block)
     return integers and block[0] >= 1 and block[1] >= 2
-
-
-class _Deflated(eqx.Module):
-    """What `steps` steps with blocks of size `b` have found, and what is left of k; how
-    many steps a probe took at `first`."""
-
-    b: int
-    deflation: Deflation
-    run: BlockLanczosState
-    steps: Int[Array, ""]
-    k: int | Budget
-    first: Steps | None
-
-    @property
-    def products(self) -> Int[Array, ""]:
-        return self.steps * self.b + (0 if self.first is None else self.first.spent)
-
-    def state(self, loop: PyTree[Array]) -> PyTree[Array]:
-        return (self.run, self.steps, loop) if isinstance(self.k, Budget) else None
 
 
 KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**
@@ -353,6 +350,6 @@ KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError` for
-one that is not rotation invariant, and a `block` that is not such a pair.
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][], and `ValueError`
+for a sampler that is not rotation invariant, or a `block` that is not such a pair.
 """

@@ -1,5 +1,13 @@
-"""A product with f(A), through a preconditioner if there is one, and what a run tells of
-it."""
+"""Products with f(A), preconditioned or not, and estimates of their errors.
+
+With a preconditioner P of A and `M = P^(-1/2) A P^(-1/2)`,
+
+    A^-1 = P^(-1/2) M^-1 P^(-1/2) = P^-1 + P^(-1/2) (M^-1 - I) P^(-1/2).
+
+P^-1 is known. `PreconditionedAction` applies the second term: its `action` is Lanczos for
+M with the function `InverseMinusOne`. M is close to the identity, so few steps suffice,
+and M^-1 - I is small, so its diagonal has little variance.
+"""
 
 from typing import ClassVar
 
@@ -14,7 +22,7 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .action import Action
 
 
-class BeyondOne(AbstractSpectralFunction):
+class InverseMinusOne(AbstractSpectralFunction):
     """`1 / x - 1`."""
 
     semidefinite_domain: ClassVar[bool] = True
@@ -23,14 +31,20 @@ class BeyondOne(AbstractSpectralFunction):
     nonnegative: ClassVar[bool] = False
 
     def __call__(self, x):
+        # `1 / x - 1` would cancel near 1, where the eigenvalues of a good M are.
         return (1 - x) / x
 
 
-class Look(eqx.Module):
-    """What a run tells: the product, the smallest and the largest Ritz value, the
-    residual of the derivative, about how large the errors of each entry of the product
-    are, those of truncation and those of rounding, and how far else entries of the
-    diagonal may go down and up."""
+class RunReport(eqx.Module):
+    """A product with f(A) and what its Lanczos run tells about its errors.
+
+    - `product`: the product.
+    - `extremes`: the smallest and the largest Ritz value.
+    - `residual`: the relative residual of the derivative, as `Action.residual`.
+    - `truncated`, `rounding`: for each entry of the product, the estimated size of its
+        truncation error and of its rounding error.
+    - `beyond`: how much further entries of the diagonal may lie below and above.
+    """
 
     product: Inexact[Array, " n"]
     extremes: Real[Array, "2"]
@@ -40,8 +54,8 @@ class Look(eqx.Module):
     beyond: Real[Array, "2"]
 
 
-class Between(eqx.Module):
-    """`P^(-1/2) F P^(-1/2)` for a map F."""
+class PreconditionedAction(eqx.Module):
+    """`v -> P^(-1/2) F P^(-1/2) v` for F the `action`, or F itself without P."""
 
     action: Action
     preconditioner: AbstractPreconditioner | None
@@ -50,31 +64,35 @@ class Between(eqx.Module):
         return self.outside(self.action(self.outside(vector)))
 
     def outside(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """`P^(-1/2) v`, or v without P."""
         if self.preconditioner is None:
             return vector
         return self.preconditioner.power(-0.5, vector)
 
-    def after(self, steps: Int[Array, ""]) -> "Between":
-        """The same, by so many steps."""
+    def after(self, steps: Int[Array, ""]) -> "PreconditionedAction":
+        """The same map by another number of steps."""
         return eqx.tree_at(lambda x: x.action.steps, self, steps)
 
-    def look(self, state: LanczosState, hidden: float) -> Look:
-        """Of a run from `outside(vector)`, that has made as many steps as there are to
-        be. `hidden` is as for `Action.lower_end`."""
+    def look(self, state: LanczosState, hidden: float) -> RunReport:
+        """Report on a run that started from `outside(vector)` and has made all its steps.
+        `hidden` is explained in `Action.lower_end`."""
         action = self.action
         run, nodes, vectors = action.read(state)
+        # The carry of a run begins with the basis vector of its next step.
         following = state.carry[0]
-        errors = action.errors(run, nodes, vectors, following, hidden)
-        truncated, rounding, beyond = errors
+        truncated, rounding, beyond = action.errors(
+            run, nodes, vectors, following=following, hidden=hidden
+        )
 
-        def largest(errors):
+        def largest_entries(errors):
+            # Errors arise inside of the preconditioner, and it spreads them over entries.
             return jnp.max(jnp.abs(jax.vmap(self.outside)(errors)), axis=0)
 
-        return Look(
-            product=self.outside(action.applied(run, nodes, vectors)),
+        return RunReport(
+            product=self.outside(action.evaluate(run, nodes, vectors)),
             extremes=jnp.stack([nodes[0], nodes[-1]]),
             residual=action.residual(run, nodes, vectors),
-            truncated=largest(truncated),
-            rounding=largest(rounding),
+            truncated=largest_entries(truncated),
+            rounding=largest_entries(rounding),
             beyond=beyond,
         )

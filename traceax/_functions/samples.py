@@ -1,3 +1,15 @@
+"""Means of independent quadratic forms, and their error bars.
+
+    tr f(A) ~ 1/k sum_i q_i,    l_i <= q_i <= h_i
+
+for forms q_i of a quadrature rule with the brackets (l_i, h_i). If all brackets hold, the
+mean of the l_i minus a quantile times its own standard error is below `tr f(A)` with the
+requested probability. The mean of the h_i is an upper bound in the same way. So
+`FormMoments` has moments of the q_i, the l_i and the h_i. Where brackets are much wider
+than the error, an estimate takes their place: see `Convergence`, and
+docs/devdocs/quadrature.md, "How much is left".
+"""
+
 from collections.abc import Callable
 
 import equinox as eqx
@@ -22,16 +34,26 @@ from .._run.stream import stream, Streamed
 from .gradients import AbstractFunctionGradient
 
 
-# Of the errors of a form: the ends of its bracket, then those of which only the mean is
-# needed, last the spread if there is one; and its place among those that have moments.
+# The errors of a form are 10 or 11 numbers: the two ends of its bracket; eight numbers
+# that only need a mean (five of `Convergence`, then `rounding`, `magnitude` and
+# `unresolved`); and the `spread` if there is one. `_SPREAD` is the index of the spread
+# once the eight are left out.
 _MEANS, _SPREAD = slice(2, 10), 2
+# An eigenvalue that no run may have seen counts as too few steps if it would move the
+# value by more than this many error bars. A smaller number makes calls fail whose error
+# bars cover the true value; a larger one misses more of the others.
+_BARS_OF_HIDDEN = 4
 
 
 class FormMoments(eqx.Module):
-    """`Moments` of quadratic forms, of the ends of their brackets, and of spreads where
-    there are any; and the means of what else is known of their errors: the other numbers
-    of `Convergence`, sizes of roundings, magnitudes, what is unresolved. Devices send
-    each other all that is stored, and so the count once."""
+    """A summary of quadratic forms and their errors, of one device or several.
+
+    - `forms`: moments of the forms.
+    - `uncounted`: moments of the ends of the brackets, and of the spreads if there are
+        any. Their count equals the one of `forms`, and is left out, since devices send
+        each other all that is stored.
+    - `means`: means of the other errors, see `_MEANS`.
+    """
 
     forms: Moments
     uncounted: Moments
@@ -44,6 +66,7 @@ class FormMoments(eqx.Module):
         errors: Real[Array, "m e"],
         valid: Bool[Array, " m"],
     ) -> "FormMoments":
+        """The summary of those forms that are `valid`, with `errors` as in `_MEANS`."""
         forms = Moments.of(samples, valid)
         ends = jnp.concatenate([errors[:, :2], errors[:, _MEANS.stop :]], axis=1)
         share = valid / jnp.maximum(forms.count, 1)
@@ -53,6 +76,7 @@ class FormMoments(eqx.Module):
 
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
+        """One summary from several that are stacked."""
         forms = Moments.merge(parts.forms)
         share = parts.count / jnp.maximum(forms.count, 1)
         means = jnp.sum(share[:, None].astype(parts.means.dtype) * parts.means, axis=0)
@@ -60,6 +84,7 @@ class FormMoments(eqx.Module):
 
     @property
     def errors(self) -> Moments:
+        """Moments of the ends of the brackets, and of the spreads if there are any."""
         return _with_count(self.uncounted, self.count)
 
     @property
@@ -71,11 +96,14 @@ class FormMoments(eqx.Module):
         return self.forms.mean
 
     def std_err(self) -> Real[Array, ""]:
-        return jnp.maximum(self.forms.std_err(), self._least_std_err)
+        """The standard error of the mean of the forms."""
+        return jnp.maximum(self.forms.std_err(), self._std_err_of_spreads)
 
     @property
-    def _least_std_err(self) -> Real[Array, ""] | float:
-        """What follows from the spreads."""
+    def _std_err_of_spreads(self) -> Real[Array, ""] | float:
+        """The standard error that follows from the root mean square of the spreads, 0 if
+        there are none. Few samples may agree by chance; each spread is an estimate of its
+        own."""
         if self.uncounted.center.shape[-1] <= _SPREAD:
             return 0.0
         errors, count = self.errors, jnp.maximum(self.count, 1)
@@ -90,31 +118,34 @@ class FormMoments(eqx.Module):
 
     @property
     def rounding(self) -> Real[Array, "3"]:
-        """The size of roundings, the magnitude, and what is unresolved."""
+        """Means of the size of rounding, of the magnitude, and of `unresolved`."""
         return self.means[5:]
 
     def bounds(
         self, errors: Real[Array, "2"], common: Real[Array, ""] | float
     ) -> Real[Array, "2 2"]:
-        """Bounds of the mean of the forms with these quadrature errors, each with its
-        standard error, and with an error `common` to all."""
+        """Bounds of the mean of the forms with these quadrature `errors` below and above,
+        and the standard error of each. `common` is an error that all forms share."""
         ends = jnp.stack([self.mean.real - errors[0], self.mean.real + errors[1]])
+        # Where the quadrature error is the whole bracket, the end is a mean of ends of
+        # brackets, with their standard error.
         as_wide = errors >= self.convergence.widths(self.mean)
         std_errs = jnp.where(as_wide, self._std_errs_of_brackets, self.std_err())
         return self._bounds(ends, jnp.hypot(std_errs, common))
 
     def proven_bounds(self, common: Real[Array, ""] | float) -> Real[Array, "2 2"]:
-        """The same, as far as brackets prove it."""
+        """The same bounds from the brackets alone, infinite where these prove nothing."""
         ends = self.convergence.proven(self.mean)
         return self._bounds(ends, jnp.hypot(self._std_errs_of_brackets, common))
 
     @property
     def _std_errs_of_brackets(self) -> Real[Array, "2"]:
-        return jnp.maximum(self.errors.std_err()[:2], self._least_std_err)
+        return jnp.maximum(self.errors.std_err()[:2], self._std_err_of_spreads)
 
     def _bounds(
         self, ends: Real[Array, "2"], std_errs: Real[Array, "2"]
     ) -> Real[Array, "2 2"]:
+        # Rounding moves all forms alike, so it does not average out.
         rounding, _, unresolved = self.rounding
         further = jnp.array([-1, 1]) * (rounding + unresolved)
         return jnp.stack([ends + further, std_errs], axis=1)
@@ -138,19 +169,21 @@ def stream_forms(
     width: int,
     quantity: AbstractQuantity,
 ) -> Streamed:
-    """Samples for the whole budget, of which `form(operator, i)` is the one of probe i,
-    and that probe; with their derivatives. Beside them what is known of errors, as in
-    `FormMoments`; Ritz values; and residuals."""
+    """Quadratic forms for the whole budget, with their derivatives. `form(operator, i)`
+    is the form of probe i, and that probe. Streamed with each sample are its errors as in
+    `_MEANS`, its extreme Ritz values, and the residual of its derivative."""
 
     def body(flat, index):
-        one, probe = form(flat.frozen, index)
-        frame = gradient.frame(function, one.left.T, one.right.T, probe[:, None])
-        value = attach(flat, one.value, frame, execution=Local())
-        errors = [*Convergence.of(one).flat, jnp.abs(one.rounding), one.magnitude]
-        errors.append(jnp.asarray(one.unresolved, errors[0].dtype))
-        if one.spread is not None:
-            errors.append(one.spread)
-        return value, (jnp.stack(errors), one.extremes, one.residual)
+        # The run is constant to derivatives, which come from the frame alone.
+        sample, probe = form(flat.frozen, index)
+        frame = gradient.frame(function, sample.left.T, sample.right.T, probe[:, None])
+        value = attach(flat, sample.value, frame, execution=Local())
+        convergence, rounding = Convergence.of(sample), jnp.abs(sample.rounding)
+        errors = [*convergence.flat, rounding, sample.magnitude]
+        errors.append(jnp.asarray(sample.unresolved, errors[0].dtype))
+        if sample.spread is not None:
+            errors.append(sample.spread)
+        return value, (jnp.stack(errors), sample.extremes, sample.residual)
 
     def reduce(outs, valid):
         samples, (errors, extremes, _) = outs
@@ -178,12 +211,16 @@ def estimate_of_forms(
     common: Real[Array, ""] | float = 0.0,
     apart: Real[Array, "2"] | float = 0.0,
 ) -> Estimate:
-    """What `stream_forms` has found. Products and state are those of the samples alone.
+    """The estimate from the forms of `stream_forms`. Its matvecs and its state are those
+    of the samples alone.
 
-    `excess` is that of a value, a bracket and a deviation over the target; `live()` is
-    the value with its derivative; `extremes` are the smallest and the largest Ritz value;
-    `common` is a rounding error that all samples share, and `apart` are quadrature errors
-    of what is not sampled."""
+    - `excess`: the quadrature error over its target, a function of a value, a bracket and
+        a deviation.
+    - `live`: a function whose result has the derivatives of the value.
+    - `extremes`: the smallest and the largest Ritz value.
+    - `common`: a rounding error that all samples share.
+    - `apart`: quadrature errors, below and above, of a part that is not sampled.
+    """
     moments = streamed.summary[0]
     sample_errors, _, residuals = streamed.others
     convergence, mean = moments.convergence, moments.mean
@@ -195,22 +232,30 @@ def estimate_of_forms(
         extra["bracket"] = jnp.stack([low, high])
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
-    sizes = std_err, jnp.sum(errors), rounding, unresolved
-    precise = check_precision(operator, *sizes, magnitude)
+    precise = check_precision(
+        operator,
+        std_err=std_err,
+        width=jnp.sum(errors),
+        rounding=rounding,
+        unresolved=unresolved,
+        magnitude=magnitude,
+    )
     bar = jnp.hypot(jnp.hypot(std_err, unresolved), operator.rounding * magnitude)
-    # A value that is zero to rounding has no digits to lose.
+    # A value that is zero to rounding has no digits to lose. Rounding is part of its bar.
     is_zero = jnp.abs(mean) <= 2 * bar
     precise = RESULTS.where(is_zero, failure(False, RESULTS.precision_lost), precise)
     unresolved = jnp.hypot(unresolved, jnp.where(is_zero, rounding, 0))
-    missed = jnp.zeros((), bool)
+    too_few = jnp.zeros((), bool)
     if steps.chosen:
+        # Users who choose the steps look at the bracket. Of others the error bar has to
+        # count the quadrature error, and the call fails where that is the larger part.
         ends = mean.real - errors[0], mean.real + errors[1]
-        missed = jnp.max(errors) > bar
+        too_few = jnp.max(errors) > bar
         if isinstance(k, Budget):
-            missed = excess(mean, ends, 0) > 1
-        missed |= convergence.hides(mean, 4 * bar)
+            too_few = excess(mean, ends, 0) > 1
+        too_few |= convergence.hides(mean, _BARS_OF_HIDDEN * bar)
         std_err = jnp.hypot(std_err, jnp.max(errors))
-    taken, wide = steps.report(missed)
+    step_stats, steps_result = steps.report(too_few)
     return Estimate(
         value=attach_derivative(mean, live),
         std_err=std_err,
@@ -219,8 +264,8 @@ def estimate_of_forms(
         rounding=operator.rounding,
         magnitude=magnitude,
         unresolved=unresolved,
-        result=first_failure(in_domain, precise, wide, streamed.loop.result),
-        extra=extra | taken | streamed.loop.extra,
+        result=first_failure(in_domain, precise, steps_result, streamed.loop.result),
+        extra=extra | step_stats | streamed.loop.extra,
         state=steps.state(streamed.loop.state),
         bounds=moments.bounds(errors, common),
         proven_bounds=moments.proven_bounds(common),

@@ -1,3 +1,16 @@
+"""Stochastic Lanczos quadrature.
+
+    tr f(A) ~ 1/k sum_i z_i* f(A) z_i,
+    z* f(A) z ~ ||z||^2 e_1* f(T) e_1 = ||z||^2 sum_j w_j f(t_j)
+
+(Ubaru, Chen and Saad, SIAM J. Matrix Anal. Appl. 38, 2017). T is the tridiagonal matrix
+of a Lanczos run from z. Its eigenvalues t_j are the nodes of a Gauss rule, and the
+squared first entries w_j of its eigenvectors are the weights. In the code `krylov` makes
+the forms, `form` is one of them with its probe z, `num_steps` is the order of T, and
+`samples.py` averages them. Brackets and error estimates are derived in
+docs/devdocs/quadrature.md.
+"""
+
 import dataclasses
 from typing import ClassVar
 
@@ -25,22 +38,24 @@ from .samples import estimate_of_forms, stream_forms
 
 class SLQEstimator(AbstractFunctionEstimator):
     r"""Stochastic Lanczos quadrature: the mean of $z_i^* f(A) z_i$ over `k` probes, each
-    by `num_steps` steps of Lanczos.
+    from `num_steps` steps of Lanczos.
 
     Exact for polynomials $f$ of degree up to `2 * num_steps - 1`. Otherwise there are
     two errors. The sampling error is in `std_err` and falls with `k`. The quadrature
     error falls with `num_steps` alone. For `Log`, `Inverse`, `Entropy` and `Power` with
     a negative exponent or a fractional one below 2, of a Hermitian operator or of
-    singular values, the truth for each probe is inside `stats["sample_brackets"]`, shape
-    `(k, 2)`, whose mean is `stats["bracket"]`; otherwise the quadrature error is
-    estimated. [`traceax.Solution.interval`][] counts both errors. Where the quadrature
-    error is the larger one, more steps or a preconditioner help, and more probes do not.
+    singular values, `stats["sample_brackets"]`, shape `(k, 2)`, contains the true value
+    of each quadratic form, and its mean is `stats["bracket"]`. Otherwise the quadrature
+    error is estimated. [`traceax.Solution.interval`][] counts both errors. Where the
+    quadrature error is the larger one, more steps or a preconditioner help, and more
+    probes do not.
 
-    Cost: `k * num_steps` products, and as many with the adjoint by Golub-Kahan; with
-    [`traceax.AdaptiveSteps`][] one run more. Memory: `num_steps` vectors of length n
-    for each probe of a block, twice that by Golub-Kahan; with `krylov=Lanczos(window=0)`
-    and no derivative, only those of a step. A derivative keeps two vectors for each
-    column of its `gradient` and each probe between the passes.
+    Cost: `k * num_steps` matvecs, and as many with the adjoint by Golub-Kahan. With
+    [`traceax.AdaptiveSteps`][] there is one more run. Memory: `num_steps` vectors of
+    length n for each probe of a block, twice that by Golub-Kahan. With
+    `krylov=Lanczos(window=0)` and no derivative, only the vectors of one step are kept.
+    A derivative keeps two vectors for each column of its `gradient` and each probe
+    between the passes.
 
     !!! Example
 
@@ -59,28 +74,28 @@ class SLQEstimator(AbstractFunctionEstimator):
         print(solution.value, "+-", solution.std_err, solution.stats["bracket"])
         ```
 
-    Further entries of `stats` are `"num_steps"`, how many steps each probe made;
-    `"ritz_values"`, shape `(2,)`; and `"gradient_residual"`, shape `(k,)`, for a
-    Hermitian operator the relative residual of $f'(A) z_i$ from the Krylov space of each
-    probe. With `k >= n` there are the entries of one probe that made no steps, with a
-    residual of 0. `"ritz_values"` are the smallest and the largest number that was found,
-    by Lanczos of the Ritz values, by Golub-Kahan of the singular values of the bidiagonal
-    matrices, and by Arnoldi of the eigenvalues of the Hermitian part of the Hessenberg
-    matrices, between which the real parts of its eigenvalues are.
+    `stats` has three further entries. `"num_steps"` is the number of steps of each probe.
+    `"gradient_residual"`, shape `(k,)`, is for a Hermitian operator the relative residual
+    of $f'(A) z_i$ from the Krylov space of each probe. `"ritz_values"`, shape `(2,)`, are
+    the smallest and the largest Ritz value by Lanczos; by Golub-Kahan the singular values
+    of the bidiagonal matrices take their place, and by Arnoldi the eigenvalues of the
+    Hermitian parts of the Hessenberg matrices, between which the real parts of the
+    eigenvalues of these matrices lie. With `k >= n` the entries are those of one probe
+    without steps, with a residual of 0.
 
     **Attributes:**
 
-    - `sampler`: distribution of the probes.
-    - `krylov`: how the quadratic forms are made: [`traceax.Lanczos`][],
-        [`traceax.GolubKahan`][] or [`traceax.Arnoldi`][], or a
+    - `sampler`: the distribution of the probes.
+    - `krylov`: the method for the quadratic forms: [`traceax.Lanczos`][],
+        [`traceax.GolubKahan`][], [`traceax.Arnoldi`][], or a
         [`traceax.AbstractKrylovMethod`][] of your own. `None` takes the first of these
-        that fits the operator and the function.
-    - `lower_bound`: a number not above the smallest eigenvalue (for `logdet` of a
-        general operator, singular value), such as the noise variance of a Gaussian
-        process. A good bound makes brackets tight; a Ritz value below it takes its
-        place. `None` takes 0, or where the function is singular there an eighth of the
-        machine epsilon times the largest Ritz value, which is a bound for every
-        operator that is not singular in its precision.
+        three that fits the operator and the function.
+    - `lower_bound`: a lower bound of the spectrum (for `logdet` of a general operator, of
+        the singular values), such as the noise variance of a Gaussian process. A good
+        bound makes brackets tight. A Ritz value below the bound replaces it. `None` takes
+        0, or where the function is singular at 0 an eighth of the machine epsilon times
+        the largest Ritz value, which is a lower bound for every operator that is not
+        singular in its precision.
 
     ??? cite
 
@@ -113,6 +128,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
     def rescaled(self, factor: Scalar, least: Scalar | None = None) -> "SLQEstimator":
         bound = least
+        # Both are lower bounds, and the larger one makes the tighter brackets.
         if self.lower_bound is not None:
             scaled = factor * self.lower_bound
             bound = scaled if least is None else jnp.maximum(scaled, least)
@@ -139,39 +155,75 @@ class SLQEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
+            # With the first probe. Its form is computed again below: the mean is over
+            # forms of the same number of steps.
             probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            settings = krylov, operator, function, bound, probe, excess, execution
-            return choose_steps_of_form(adaptive, *settings)
+            return choose_steps_of_form(
+                adaptive,
+                krylov=krylov,
+                operator=operator,
+                function=function,
+                bound=bound,
+                probe=probe,
+                excess=excess,
+                execution=execution,
+            )
 
         steps, k = Steps.resumed(num_steps, choose, k)
 
         def form(flat, index):
             probe = draw(flat, index[None])[:, 0]
-            settings = function, steps.most, bound, gradient.columns, steps.made
-            return krylov.form(flat, probe, *settings), probe
+            quadratic_form = krylov.form(
+                flat,
+                probe,
+                function=function,
+                most=steps.most,
+                lower_bound=bound,
+                columns=gradient.columns,
+                steps=steps.made,
+            )
+            return quadratic_form, probe
 
-        settings = operator, function, gradient, k, execution
-        streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
+        streamed = stream_forms(
+            form,
+            operator=operator,
+            function=function,
+            gradient=gradient,
+            k=k,
+            execution=execution,
+            width=steps.most,
+            quantity=quantity,
+        )
         moments, extremes = streamed.summary
 
         def probes():
+            # All that the budget allows; those that were not used are zero. The weight
+            # makes Z Z* / budget the mean of z z* over those that were used.
             budget = largest_budget(k)
             used = jnp.arange(budget) < streamed.count
             weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
             return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
 
+        # `trace_difference` streams forms of two operators. The domain is checked for the
+        # one that is nearer to leaving it.
         estimate = estimate_of_forms(
-            *(streamed, operator, function, k, steps, excess),
+            streamed,
+            operator=operator,
+            function=function,
+            k=k,
+            steps=steps,
+            excess=excess,
             live=streamed.mean,
             extremes=critical_extremes(extremes),
         )
+        # A step of Golub-Kahan has a second matvec, with the adjoint.
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
         return dataclasses.replace(estimate, num_matvecs=products, probes=probes)
 
     def method(
         self, operator: FlatOperator, function: AbstractSpectralFunction
     ) -> AbstractKrylovMethod:
-        """The Krylov method: `krylov`, or the first that fits."""
+        """The Krylov method: `krylov`, or the first of `_METHODS` that fits."""
         methods = _METHODS if self.krylov is None else (self.krylov,)
         for method in methods:
             if method.fits(operator, function):
@@ -184,17 +236,19 @@ class SLQEstimator(AbstractFunctionEstimator):
         )
 
 
+# The most accurate first: s steps of Lanczos or Golub-Kahan are exact for polynomials of
+# degree up to 2 s - 1, those of Arnoldi up to s.
 _METHODS = (Lanczos(), GolubKahan(), Arnoldi())
 
 
 SLQEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: default is [`traceax.RademacherSampler`][].
-- `krylov`: default is `None`, what fits.
+- `krylov`: default is `None`, the first method that fits.
 - `lower_bound`: default is `None`.
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], a `krylov` that is
-no [`traceax.AbstractKrylovMethod`][], or a `lower_bound` that is no real scalar.
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][], a `krylov` that
+is not a [`traceax.AbstractKrylovMethod`][], or a `lower_bound` that is not a real scalar.
 """

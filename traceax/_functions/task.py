@@ -1,4 +1,4 @@
-"""The tasks whose answer is the trace of a function of an operator."""
+"""Tasks, in the sense of `_run/solve.py`, that estimate the trace of a function."""
 
 import equinox as eqx
 from jaxtyping import PRNGKeyArray
@@ -18,8 +18,9 @@ from .gradients import AbstractFunctionGradient
 
 
 class AbstractFunctionTask(AbstractTask):
-    """The trace of a function, by an estimator or by all eigenvalues. A kind of it says
-    which operator the function is of, and what becomes of the estimate."""
+    """The trace of a function, estimated or computed from all eigenvalues. Subclasses
+    choose the operator that the function is applied to, and post-process the estimate.
+    """
 
     estimator: AbstractFunctionEstimator
     function: AbstractSpectralFunction
@@ -43,19 +44,21 @@ class AbstractFunctionTask(AbstractTask):
         return operator.size if self.known(facts) is None else 0
 
     def exact_limit(self, operator: FlatOperator) -> int:
+        # Without orthogonal eigenvectors or singular vectors a factorisation takes ten
+        # times as long, so the exact answer replaces an estimate for smaller n only.
         orthogonal = operator.hermitian or self.function.of_singular_values
         return exact_limit(self.num_steps, orthogonal=orthogonal)
 
     def known(self, facts: Facts) -> Estimate | None:
-        """The answer, if it follows from what lineax knows of the operator."""
+        """The answer, if it follows from what lineax knows about the operator."""
         return None
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
-        """The operator that the function is of."""
+        """The operator that the function is applied to."""
         return operator
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
-        """What becomes of the estimate."""
+        """The estimate, post-processed."""
         return estimate
 
     def exact(
@@ -90,4 +93,4 @@ class AbstractFunctionTask(AbstractTask):
 
 
 class TraceOfFunction(AbstractFunctionTask):
-    """The trace itself."""
+    """The trace itself, without post-processing."""
