@@ -454,7 +454,7 @@ def test_other_mistakes(tmp_path):
         tx.data_gram(np.memmap(x.filename, np.int8, "c", shape=x.shape))
     with pytest.raises(ValueError, match=r"`shape` must be the shape of.*Found None"):
         tx.data_gram(Reader(COUNTS))
-    with pytest.raises(ValueError, match=r"`shape` must be that of `x`. Found \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"`shape` must be `x\.shape`. Found \(2, 3\)"):
         tx.data_gram(COUNTS, (2, 3))
     with pytest.raises(ValueError, match=r"`axis` must be 1, .* Found 2."):
         tx.data_gram(COUNTS, axis=2)

@@ -38,7 +38,7 @@ class FlatOperator(eqx.Module):
     """A linear operator as a map of flat vectors of one dtype, from `(n,)` to `(m,)`.
     Operators are square, m = n, except where a call allows rectangular ones.
 
-    The matrix-vector product is traced once, when the object is made, after
+    The matrix-vector product is traced once, when the object is constructed, after
     `lineax.linearise`: the parts that do not depend on the vector are computed once.
     Arrays that the operator closes over are leaves of this object, so that derivatives
     with respect to them are seen.

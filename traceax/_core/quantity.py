@@ -35,7 +35,7 @@ class AbstractQuantity(eqx.Module):
 
     - `linear`: whether the quantity is linear in the operator.
     - `diagonal_only`: whether it depends on the diagonal alone. Where lineax knows the
-        diagonal, the quantity is then `read(ones, diagonal)`, without a matvec.
+        diagonal, the quantity is then `read(ones, diagonal)`.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
     """

@@ -150,7 +150,7 @@ Likely remedies:
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
 
-(c) loosen the tolerance: `throw=False` returns what there is.
+(c) loosen the tolerance; with `throw=False` the call returns its estimate so far.
 """.strip()
 
 _interrupted_msg = """

@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 
 def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
     """Raise unless the operator maps a space of real or of complex vectors to itself."""
+    # Only the shapes: leaves may differ in dtype, as from float16 in to float32 out.
     structure_in, structure_out = operator.in_structure(), operator.out_structure()
     shapes_in = [leaf.shape for leaf in tree_leaves(structure_in)]
     shapes_out = [leaf.shape for leaf in tree_leaves(structure_out)]

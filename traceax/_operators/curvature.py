@@ -116,6 +116,8 @@ def hessian(
             hessian, f, x=x, batches=batches, at_once=at_once, tags=lx.symmetric_tag
         )
     check_scalar_function("f", f, x)
+    # The Jacobian of the gradient, in forward mode over reverse mode: each matvec costs
+    # about two gradients, whatever n.
     return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
 
 
@@ -185,6 +187,7 @@ def ggn(
         return mean_operator(
             ggn, model, loss, x=x, batches=batches, at_once=at_once, tags=_SEMIDEFINITE
         )
+    # The loss is differentiated in the outputs, and not in `x`: H has their size.
     jacobian, outputs = _jacobian(model, x), model(x)
     _check_outputs("model", outputs, jnp.floating)
     check_scalar_function("loss", loss, outputs)
@@ -225,6 +228,8 @@ def jacobian_gram(
 
     `TypeError` if `f` returns other arrays; for `x` as in [`traceax.hessian`][].
     """
+    # Of complex outputs with the Jacobian J, the real part of J* J is meant. It is the
+    # Gram matrix of the real and the imaginary parts as separate outputs.
     jacobian = lx.linearise(_jacobian(lambda x: jax.tree.map(_real_parts, f(x)), x))
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)
 

@@ -92,11 +92,11 @@ def enter(
         traced = _trace.trace((treedef, others), arrays)
     setup = traced.jaxpr
     return EnteredOperator(
-        [*setup.consts, *arrays],
-        operator.in_structure(),
-        operator.in_structure() == operator.out_structure(),
-        Code.of(setup.jaxpr),
-        jax.tree.structure(traced.out_info),
+        arrays=[*setup.consts, *arrays],
+        structure=operator.in_structure(),
+        square=operator.in_structure() == operator.out_structure(),
+        _setup=Code.of(setup.jaxpr),
+        _form=jax.tree.structure(traced.out_info),
     )
 
 
@@ -148,11 +148,17 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
-    product = FlatFunction.of(mv, (size,), dtype)
+    fn = FlatFunction.of(mv, (size,), dtype)
+    # All other operators of lineax are linear by construction.
     if _has_function(operator):
-        _check_linear(product)
+        _check_linear(fn)
     return FlatOperator(
-        product, size, dtype, precision, is_hermitian(operator), sign_of(operator)
+        fn=fn,
+        size=size,
+        dtype=dtype,
+        precision=precision,
+        hermitian=is_hermitian(operator),
+        sign=sign_of(operator),
     )
 
 
@@ -162,8 +168,9 @@ def _has_function(operator: lx.AbstractLinearOperator) -> bool:
     return any(map(is_function, jax.tree.leaves(operator, is_leaf=is_function)))
 
 
-def _check_linear(product: FlatFunction) -> None:
-    if (reason := why_not_linear(product.code.jaxpr)) is not None:
+def _check_linear(fn: FlatFunction) -> None:
+    """Raise if the code of a matvec shows that it is not linear."""
+    if (reason := why_not_linear(fn.code.jaxpr)) is not None:
         raise ValueError(
             f"`operator` must be linear. Found a function that is not: {reason}. For the "
             "derivative of a function at a point x, pass `traceax.hessian(function, x)` "

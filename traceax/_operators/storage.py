@@ -220,7 +220,7 @@ def open_storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractSt
             f"{np.shape(x) if eqx.is_array_like(x) else type(x).__name__}."
         )
     if shape is not None and shape != x.shape:
-        raise ValueError(f"`shape` must be that of `x`. Found {shape} and {x.shape}.")
+        raise ValueError(f"`shape` must be `x.shape`. Found {shape} and {x.shape}.")
     dtype, size = _working_dtype(x.dtype), min(_FIRST_CHUNK, x.shape[axis])
     if isinstance(x, np.memmap) and x.filename is not None:
         file, origin = _File.of(x, axis)
