@@ -426,21 +426,6 @@ def test_first_samples_do_not_depend_on_the_budget():
     assert np.allclose(few, many[:5], rtol=1e-12, atol=0)
 
 
-def test_select_trace_estimator():
-    matrix = jnp.asarray(np.eye(9))
-
-    def pick(operator, k):
-        return type(tx.select_trace_estimator(operator, k))
-
-    assert pick(lx.MatrixLinearOperator(matrix), 1) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix), 9) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix, lx.diagonal_tag), 1) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    assert pick(-matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    assert pick(matrix_free(matrix), 4) is tx.XTraceEstimator
-    assert pick(matrix_free(matrix), 1) is tx.HutchinsonEstimator
-
-
 def test_auto_is_the_estimator_it_picks():
     matrix, auto = hermitian(0, INDEX**-1.0), tx.AutoTraceEstimator()
     for tags, k in [(PSD, K), ((), K), ((), 1)]:

@@ -416,3 +416,15 @@ def of_first(other, function=tx.Log(), *estimator, **settings):
 def test_misuse(call, exception, message):
     with pytest.raises(exception, match=message):
         call()
+
+
+EYE = lx.MatrixLinearOperator(np.eye(3))
+
+
+@pytest.mark.parametrize("wrong", [np.eye(3), lx.MatrixLinearOperator(np.eye(3, 5))])
+def test_names_of_operators(wrong):
+    settings = {"k": 2, "key": KEY}
+    with pytest.raises((TypeError, ValueError), match=r"^`other` must be"):
+        tx.trace_difference(EYE, wrong, tx.Exp(), num_steps=2, **settings)
+    with pytest.raises((TypeError, ValueError), match=r"^`operators\[1\]` must be"):
+        tx.frobenius_products([EYE, wrong], **settings)

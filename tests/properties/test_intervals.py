@@ -16,7 +16,6 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._core.quantiles import student_quantile
 
 from ..helpers import hermitian, matrix_free, PSD
 
@@ -296,13 +295,6 @@ def test_it_has_no_derivative():
         return tx.logdet(operator, k=8, num_steps=5, key=jr.key(0)).interval()[0]
 
     assert jax.grad(low)(2.0) == 0
-
-
-@pytest.mark.parametrize("confidence", [0.5, 0.68, 0.95, 0.99])
-def test_student_quantile(confidence):
-    freedom = np.array([1.0, 2, 3, 4, 9, 29, 1e9])
-    found = jax.jit(student_quantile)(jnp.asarray(confidence), jnp.asarray(freedom))
-    assert np.allclose(found, stats.t.ppf((1 + confidence) / 2, freedom), rtol=1e-2)
 
 
 @pytest.mark.parametrize("confidence", [0, 1, 95, -0.5, np.nan, np.full(2, 0.9)])
