@@ -85,6 +85,23 @@ def compiled_ahead_of_time(name):
     return jitted(name).lower(example(), KEY).compile()
 
 
+@pytest.mark.slow(
+    but=(
+        "hutchinson",
+        "xtrace",
+        "diagonal-hutchinson",
+        "leaf-traces",
+        "jacobi",
+        "sharded",
+        "logdet",
+        "exp",
+        "frobenius-products",
+        "divergence",
+        "laplacian",
+        "rademacher",
+        "slope-xtrace",
+    )
+)
 @everything
 def test_ahead_of_time(name):
     """The same, up to rounding, as without `jit`, which compiles once for all data."""
@@ -204,6 +221,7 @@ def test_no_second_trace_without_jit(name):
         assert (len(counts), len(compilations)) == first
 
 
+@pytest.mark.slow
 def test_one_function_operator_is_compiled_once():
     """A new function would be a new program; new keys for the same one are not."""
     operator = matrix_free(example(), PSD)
@@ -290,6 +308,7 @@ def test_exported_programs_in_a_fresh_process(tmp_path):
             assert_close(found, expected)
 
 
+@pytest.mark.slow(but="xtrace-*")
 @pytest.mark.parametrize(
     ("name", "platforms"), [("xtrace", ["cpu"]), ("logdet", PLATFORMS)]
 )
