@@ -14,11 +14,14 @@ from .conftest import ALL_ITEMS, case_of, kept
 
 
 TESTS = Path(__file__).parent
-PUBLIC = [
+# What calls return or are given by other parts, which tests need not name.
+RETURNED = {"DynamicState", "OperatorReport", "Preconditioner", "Sketch", "Solution"}
+RETURNED |= {"RESULTS", "SpectralDensity"}
+PUBLIC = {
     name
-    for name, value in sorted(vars(tx).items())
-    if callable(value) and not name.startswith("_")
-]
+    for name, value in vars(tx).items()
+    if callable(value) and not name.startswith(("_", "Abstract"))
+} - RETURNED
 
 
 @cache
@@ -66,7 +69,7 @@ def names_used_without_all():
 
 
 def test_every_public_name_is_used_without_all():
-    assert set(PUBLIC) - names_used_without_all() == set()
+    assert PUBLIC - names_used_without_all() == set()
 
 
 def test_cases_that_marks_name_exist(request):

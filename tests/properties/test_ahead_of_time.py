@@ -26,6 +26,10 @@ from ..public_functions import dense, example, FUNCTIONS, KEY, logdet, N, SETTIN
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 everything = pytest.mark.parametrize("name", FUNCTIONS)
+# One of each kind, of which the programs are small.
+QUICK = "hutchinson", "xtrace", "diagonal-hutchinson", "leaf-traces", "jacobi", "logdet"
+QUICK += "exp", "frobenius-products", "divergence", "laplacian", "rademacher", "sharded"
+QUICK += ("slope-xtrace",)
 # These make or take a function, which is a new one in each call.
 NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"} | {
     name
@@ -85,23 +89,7 @@ def compiled_ahead_of_time(name):
     return jitted(name).lower(example(), KEY).compile()
 
 
-@pytest.mark.slow(
-    but=(
-        "hutchinson",
-        "xtrace",
-        "diagonal-hutchinson",
-        "leaf-traces",
-        "jacobi",
-        "sharded",
-        "logdet",
-        "exp",
-        "frobenius-products",
-        "divergence",
-        "laplacian",
-        "rademacher",
-        "slope-xtrace",
-    )
-)
+@pytest.mark.slow(but=QUICK)
 @everything
 def test_ahead_of_time(name):
     """The same, up to rounding, as without `jit`, which compiles once for all data."""
