@@ -121,6 +121,7 @@ def network(w, x):
     return jnp.sum(jnp.tanh(w @ jnp.tanh(w @ x)) ** 2)
 
 
+@pytest.mark.slow(but="float64")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_value_and_gradient(dtype):
     w, x = W.astype(dtype), X.astype(dtype)
@@ -222,6 +223,7 @@ def test_error_bar_is_not_computed_where_it_is_not_read():
     assert flops[0]["flops"] < 0.6 * flops[1]["flops"]
 
 
+@pytest.mark.slow
 def test_trees_and_batches():
     tree = {"a": np.zeros((2, 3)), "b": np.zeros(1)}
     unravel = jax.flatten_util.ravel_pytree(tree)[1]
@@ -265,6 +267,7 @@ def test_bad_input():
         tx.laplacian(lambda x: jnp.sum(jnp.sqrt(x)), np.zeros(N))
 
 
+@pytest.mark.slow
 def test_half_precision():
     """A sum over 40 directions of 3840 would overflow; and the bar is of its rounding."""
     fn = lambda x: 30 * jnp.sum(x * x)  # noqa: E731

@@ -28,6 +28,7 @@ def trace_of_exp(key, matrix, direction, estimator):
     return value_and_slope(key, matrix, direction, call)
 
 
+@pytest.mark.slow
 def test_krylov_aware():
     """Value and derivative by z-test, 300 keys, false alarm 6e-5 each, and a spread far
     below that of plain quadrature for the same products."""
@@ -48,6 +49,7 @@ def test_krylov_aware():
     assert np.std(found[1]) < np.std(plain[1]) / 2
 
 
+@pytest.mark.slow(but="12")
 @pytest.mark.parametrize("k", [12, tx.Adaptive(rtol=1e-6, max_k=32)], ids=str)
 def test_derivative_in_the_parameters_with_deflation(k):
     """Exact: the spectrum falls so fast that deflation leaves nothing to samples."""

@@ -92,6 +92,7 @@ def check_value_and_slope(samples):
         assert z_score(column, exact) < 4
 
 
+@pytest.mark.slow(but="with_cholesky")
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_gradient_of_a_log_determinant(preconditioner):
     """Value and both derivatives by z-test, 300 keys, false alarm 6e-5 each; and the
@@ -113,6 +114,7 @@ def krylov_aware_gp(key, theta):
     return jnp.append(*jax.value_and_grad(value)(theta))
 
 
+@pytest.mark.slow
 def test_preconditioned_krylov_aware():
     """What the control variate replaces is told by the estimator's own probes; 300 keys,
     false alarm 6e-5."""
@@ -121,6 +123,7 @@ def test_preconditioned_krylov_aware():
     assert np.all(np.std(found, axis=0) < np.std(gp_samples(without), axis=0) / 100)
 
 
+@pytest.mark.slow
 def test_preconditioner_is_constant():
     """One that is a leaf of what is differentiated, in a log-determinant and a solve."""
 
@@ -149,6 +152,7 @@ def test_preconditioner_is_constant():
     assert not any(np.any(x) for x in arrays)
 
 
+@pytest.mark.slow
 def test_preconditioner_of_another_matrix_is_unbiased():
     """As in training, where one is kept for some steps; 300 keys, false alarm 6e-5."""
 
@@ -166,6 +170,7 @@ def gp_hessian(key, theta):
     return jax.hessian(lambda theta: gp_logdet(theta, key, gradient=gradient))(theta)
 
 
+@pytest.mark.slow
 def test_hessian_by_solves():
     """All second derivatives, 300 keys, false alarm 6e-5 each."""
     found, exact = np.asarray(over_keys(gp_hessian, THETA)), exact_derivatives(THETA)[2]

@@ -56,6 +56,7 @@ def log_and_bracket(key, matrix, window):
     return solution.value, solution.std_err, solution.stats["bracket"]
 
 
+@pytest.mark.slow(but="condition 1e2-None")
 @pytest.mark.parametrize(
     ("name", "window"), [*((name, None) for name in PROBLEMS), ("rbf, noise 1e-4", 0)]
 )
@@ -77,6 +78,7 @@ def sample_brackets(matrix, function, lower_bound, num_steps):
     return trace_of(matrix, function, estimator, **settings).stats["sample_brackets"]
 
 
+@pytest.mark.slow(but="entropy")
 @pytest.mark.parametrize(
     ("function", "exact"),
     [(tx.Log(), np.log), (tx.Entropy(), lambda x: -x * np.log(x))],
@@ -128,6 +130,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow(but="*-complex128")
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_after_an_early_breakdown(name, dtype):
@@ -186,6 +189,7 @@ def exact_slopes(matrix, direction, functions):
     return [slope_of(None, N, matrix, direction, each) for each in functions]
 
 
+@pytest.mark.slow
 def test_exact_derivative_of_each_function():
     """With `k >= n`, of all functions in one program."""
     functions, derivatives = zip(*FUNCTIONS.values(), strict=True)
@@ -195,6 +199,7 @@ def test_exact_derivative_of_each_function():
         assert np.isclose(slope, exact, rtol=1e-9, atol=0), name
 
 
+@pytest.mark.slow(but="log")
 @pytest.mark.parametrize("name", ["log", "entropy", "callable"])
 def test_derivative_of_an_estimate(name):
     """Lanczos has converged at 14 steps; one direction; false alarm 6e-5. The rule is one
@@ -213,6 +218,7 @@ def slope_in_matrix(matrix, function, gradient):
     return jax.grad(lambda x: trace_of(x, function, **settings).value)(matrix)
 
 
+@pytest.mark.slow(but="function1")
 @pytest.mark.parametrize("function", [tx.Log(), tx.Power(-2)])
 def test_gradient_by_solves_equals_that_by_lanczos(function):
     """With one column; with more, of the logarithm, in directions commuting with A."""
@@ -239,6 +245,7 @@ def second_by_solves(matrix, direction, scale):
     return jax.grad(jax.grad(value))(0.0)
 
 
+@pytest.mark.slow
 def test_second_derivative_by_solves_at_any_scale():
     """By reverse mode over reverse mode, with solves for cotangents of any size, against
     the derivative of `z* f'(A) dA z` in `f'(A)` alone."""
@@ -271,6 +278,7 @@ def value_and_slope_of_general(key, k, matrix, direction, gradient):
     return value_and_slope(key, matrix, direction, call)
 
 
+@pytest.mark.slow(but="False")
 @pytest.mark.parametrize("by_solves", [False, True])
 def test_general_square(by_solves):
     """log|det| and its derivative in one direction, 300 keys, false alarm 6e-5 each."""
@@ -301,6 +309,7 @@ def value_and_slope_in_scale(scale, matrix, k, function):
     return jax.value_and_grad(value)(scale)
 
 
+@pytest.mark.slow(but="Exp")
 @pytest.mark.parametrize("function", [tx.Exp, scaled_exp])
 def test_derivative_in_the_parameters_of_a_function(function):
     values = np.linspace(0, 2, N)
@@ -316,6 +325,7 @@ def test_derivative_in_the_parameters_of_a_function(function):
     assert np.allclose(run(-0.7, 4)[1], difference / 2e-6)
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("gradient", [False, True])
 def test_number_of_products(gradient):
     """A derivative adds those that it is of, and their tangents: one for each column of
@@ -419,6 +429,7 @@ def with_a_pole(scale, matrix, estimator):
 SIGNS = np.repeat([1.0, -1.0], 8)
 
 
+@pytest.mark.slow(but="SLQ")
 @pytest.mark.parametrize(
     ("estimator", "matrix", "bars"),
     [

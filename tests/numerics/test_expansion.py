@@ -203,6 +203,7 @@ def inflated(samples, std_err):
     return (1 + 2 * (1 + skewness**2 + (4 / m) ** 2) / m) * std_err
 
 
+@pytest.mark.slow(but="6-*")
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_is_what_fewer_probes_give(case, m, dtype):
@@ -258,6 +259,7 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.slow(but="6-*")
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_frame_is_that_of_fewer_probes(case, m, dtype):

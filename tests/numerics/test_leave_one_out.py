@@ -190,6 +190,7 @@ def matrices_for(cls, dtype):
     ]
 
 
+@pytest.mark.slow(but="*-complex128-*")
 @pytest.mark.parametrize(("m", "dtype", "improved"), SIZES)
 @pytest.mark.parametrize(("cls", "naive", "factor"), NAIVE)
 def test_samples_are_the_definition(cls, naive, factor, m, dtype, improved):
@@ -208,6 +209,7 @@ def error_parts(samples, pairs):
     return jackknife(samples, change, valid), covariance, std_err
 
 
+@pytest.mark.slow(but="*-complex128-*")
 @pytest.mark.parametrize(
     ("m", "dtype", "improved"), [each for each in SIZES if each[0] > 1]
 )
@@ -236,6 +238,7 @@ def test_errors_are_those_of_brute_force(cls, naive, factor, m, dtype, improved)
         assert np.allclose(std_err, np.maximum(widened, jackknifed / 5), rtol=1e-6)
 
 
+@pytest.mark.slow(but="XNysTrace*")
 @pytest.mark.parametrize(
     ("cls", "m"), [(tx.XTraceEstimator, 4), (tx.XNysTraceEstimator, 6)]
 )

@@ -90,6 +90,7 @@ def operators(model, x):
     }
 
 
+@pytest.mark.slow(but=("tree", "mlp"))
 @pytest.mark.parametrize("kind", ["array", "tree", "mlp"])
 def test_against_dense(kind):
     model, x = point(kind, np.float64)

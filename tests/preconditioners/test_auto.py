@@ -176,6 +176,7 @@ def test_products_are_counted():
     assert sum(made) == solution.stats["num_matvecs"]
 
 
+@pytest.mark.slow
 def test_meshes_pytrees_and_negative_operators():
     """All at once: the numbers of a positive matrix on one device."""
     matrix = decaying()
@@ -258,6 +259,7 @@ def test_errors(make, error, message):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     """Another tolerance would choose another rank."""

@@ -24,6 +24,7 @@ def three_preconditioners(matrix):
     return found, logdet(matrix, **settings)
 
 
+@pytest.mark.slow(but="complex128")
 @pytest.mark.parametrize("dtype", [np.complex128, np.float32])
 def test_preconditioner(dtype):
     """P, its inverse and log-determinant against dense algebra; exact for a matrix of low
@@ -47,6 +48,7 @@ def test_preconditioner(dtype):
     assert solution.stats["num_matvecs"] == 32
 
 
+@pytest.mark.slow
 def test_cg_with_the_preconditioner():
     """The same preconditioner in a solve: an order of magnitude fewer steps."""
     matrix = rbf(300, 1e-3, np.float64)

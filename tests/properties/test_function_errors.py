@@ -549,6 +549,7 @@ def test_not_positive_definite_under_jit_and_with_other_tags():
     assert np.isfinite(logdet(matrix_operator(INDEFINITE, ())).value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "estimator", "k"),
     [

@@ -73,6 +73,7 @@ def test_as_student_up_to_95_percent(m, confidence):
     assert np.allclose(widths, quantile * bars, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_wide_only_where_it_must_be():
     """Of 100 normal samples a 99.9% interval is 3% wider than Student's."""
     samples = np.random.default_rng(0).standard_normal((500, 100))
@@ -111,6 +112,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_traces(name):
     estimator = CALLS[name]
@@ -122,6 +124,7 @@ def test_traces(name):
             assert_covers((low <= exact) & (exact <= high), LEVELS[level], spectrum)
 
 
+@pytest.mark.slow
 def test_log_determinants():
     shifted = MATRICES + np.eye(N)
 
@@ -136,6 +139,7 @@ def test_log_determinants():
             assert_covers((low <= exact) & (exact <= high), LEVELS[level], spectrum)
 
 
+@pytest.mark.slow
 def test_entries():
     """Those of a diagonal by signs are as Student has them; rows' norms are skewed."""
     operator = lx.MatrixLinearOperator(jnp.asarray(MATRICES[0]))

@@ -60,6 +60,7 @@ def nilpotent():
 ROUNDS = tx.Adaptive(atol=0.1, max_k=32, round_size=8)
 
 
+@pytest.mark.slow(but="HutchPlusPlus*-24-*")
 @pytest.mark.parametrize(
     ("cls", "k", "dtype"),
     [
@@ -82,6 +83,7 @@ def test_rounding_where_the_trace_cancels(cls, k, dtype):
 ONE_ROUND = tx.Adaptive(atol=0.1, max_k=16, round_size=16)
 
 
+@pytest.mark.slow(but=("float32-fixed", "float64-rounds"))
 @pytest.mark.parametrize(
     ("estimator", "k"),
     [
@@ -105,6 +107,7 @@ def test_rounding_where_all_samples_are_equal(estimator, k, dtype):
         assert np.max(bars) < 1e2 * np.finfo(dtype).eps * np.linalg.norm(row)
 
 
+@pytest.mark.slow
 def test_rounding_in_leaves_and_products():
     """The same for traces of leaves, and for inner products of two operators."""
     row = np.random.default_rng(1).standard_normal((2, N)).astype(np.float32)
@@ -138,6 +141,7 @@ def test_rounding_in_leaves_and_products():
 RANK_FIVE = [1.0] * 5 + [0.0] * 59
 
 
+@pytest.mark.slow(but="float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sketch_one_probe_wider_than_the_rank(dtype):
     """Exact, whatever the probes: 6 of them for rank 5. In one of five draws one probe is
@@ -148,6 +152,7 @@ def test_sketch_one_probe_wider_than_the_rank(dtype):
     assert_covers(errors, widths, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "dtype"), [(6, np.float32), (7, np.float32), (6, np.float64)]
 )
@@ -162,6 +167,7 @@ def test_xnystrace_wider_than_the_rank(k, dtype):
     assert np.median(bars) < 3e4 * eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [tx.XNysTraceEstimator, tx.XNysDiagEstimator])
 def test_diagonal_one_probe_wider_than_the_rank(cls):
     """The same for all entries of the diagonal."""
@@ -174,6 +180,7 @@ def test_diagonal_one_probe_wider_than_the_rank(cls):
     assert np.median(np.max(bars, axis=1)) < 3e4 * eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "k", "tags"), [(tx.XTraceEstimator, 10, ()), (tx.XNysTraceEstimator, 5, PSD)]
 )
@@ -189,6 +196,7 @@ def test_as_many_probes_as_the_rank(cls, k, tags):
 # Small rounds.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_size", [2, 4])
 def test_small_rounds(round_size):
     """One or two probes more at a time, and a look after each: the interval covers, and
@@ -201,6 +209,7 @@ def test_small_rounds(round_size):
     assert abs(bias) < 0.3 + stats.norm.isf(FALSE_ALARM) / 500**0.5
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("round_size", [2, 4])
 def test_equal_samples_are_no_reason_to_stop(round_size):
     """A sample of this one is 20 or -20 beside the trace: four in a row are equal for one
@@ -213,6 +222,7 @@ def test_equal_samples_are_no_reason_to_stop(round_size):
     assert rms(bars) < 2 * rms(errors)
 
 
+@pytest.mark.slow
 def test_bars_of_parts_that_fall_fast_with_each_probe():
     """Those of leaf traces, of which a single leaf is the trace."""
     structure = {
@@ -246,6 +256,7 @@ def test_bars_of_parts_that_fall_fast_with_each_probe():
         assert_covers(errors, quantile * np.asarray(bars[name]), 0.96)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 0.5])
 def test_error_that_falls_fast_with_each_probe(rate):
     """Covered in most draws, and not in the mean alone, where a few bars are large."""

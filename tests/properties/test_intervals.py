@@ -90,6 +90,7 @@ def check_width(ends, std_err, value, exact, spectrum):
     assert rms <= 3 * spread + 10 * change
 
 
+@pytest.mark.slow(but="function0-*")
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps", "dtype"),
     [
@@ -112,6 +113,7 @@ def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps, d
         check_width(ends, std_err, value, exact, eigenvalues)
 
 
+@pytest.mark.slow(but="wave-*")
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps"),
     [
@@ -131,6 +133,7 @@ def test_covers_without_a_bracket(function, exact, estimator, num_steps):
         check_width(ends, std_err, value, exact, spectrum)
 
 
+@pytest.mark.slow
 def test_covers_where_one_eigenvalue_is_left():
     """Four samples of a form of rank one do not show their spread: by it alone, 92% are
     covered."""
@@ -142,6 +145,7 @@ def test_covers_where_one_eigenvalue_is_left():
     assert np.all(successful)
 
 
+@pytest.mark.slow
 def test_covers_where_rounding_is_all_of_the_error():
     """One small eigenvalue, which is deflated: a single draw of how rounding moves it may
     be close to zero by chance."""
@@ -154,6 +158,7 @@ def test_covers_where_rounding_is_all_of_the_error():
     assert np.sqrt(np.mean(std_err**2)) <= 3 * np.std(value, dtype=np.float64)
 
 
+@pytest.mark.slow(but="function1-*")
 @pytest.mark.parametrize(
     ("function", "exact", "num_steps", "spectrum"),
     [
@@ -232,6 +237,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(but=("trace", "diagonal"))
 @pytest.mark.parametrize("name", OTHERS)
 def test_covers_in_every_call(name):
     """Complex values are inside where their real and their imaginary part are; of a
@@ -245,6 +251,7 @@ def test_covers_in_every_call(name):
     assert low.shape == high.shape == (len(KEYS), *np.shape(truth))
 
 
+@pytest.mark.slow
 def test_exact_answers_count_rounding():
     for dtype in (np.float32, np.float64):
         matrix = hermitian(0, POSITIVE["condition 1e4"], dtype)
@@ -261,6 +268,7 @@ def test_one_sample_tells_nothing():
     assert solution.interval() == (-jnp.inf, jnp.inf)
 
 
+@pytest.mark.slow
 def test_transformations_of_the_call():
     """Compiled with a traced confidence, batched, and on a mesh."""
     operator = lx.MatrixLinearOperator(hermitian(0, POSITIVE["kernel"]), PSD)
@@ -324,6 +332,7 @@ def exponential_of(matrix, rate):
     return solution.interval()
 
 
+@pytest.mark.slow
 def test_quadrature_errors_do_not_vanish_at_any_scale():
     """Squares of the couplings underflow or overflow in float32. But for rounding errors
     the interval is the same, and it is no wider than the values in [0, 1] allow."""
@@ -344,6 +353,7 @@ def test_confidence_that_rounds_to_one():
             solution.interval(0.999999998)
 
 
+@pytest.mark.slow
 def test_infinite_slope_of_an_exact_answer():
     """Rounding may change the root of the eigenvalue 0 by an unknown amount."""
     operator = matrix_free(np.diag([0.0, 1.0, 4.0]), PSD)

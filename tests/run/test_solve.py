@@ -47,6 +47,7 @@ def logdet(shift):
     )
 
 
+@pytest.mark.slow(but="log_trace_exp-*")
 @pytest.mark.parametrize(
     ("call", "one", "other", "name"),
     [
@@ -121,6 +122,7 @@ def test_traced_parameters_are_not_compared():
     assert np.isfinite(value(1.0))
 
 
+@pytest.mark.slow(but="complex64")
 @pytest.mark.parametrize("dtype", [np.complex64, np.float16])
 def test_state_of_an_operator_of_another_dtype(dtype):
     estimator = tx.XTraceEstimator()
@@ -139,6 +141,7 @@ def test_state_of_an_operator_of_another_dtype(dtype):
         tx.trace(other, estimator, k=budget(max_k=32, state=state), **settings)
 
 
+@pytest.mark.slow
 def test_state_of_an_operator_with_another_tag():
     settings = {"key": KEY, "throw": False}
     tagged, plain = (matrix_free(jnp.asarray(MATRIX), tags) for tags in (PSD, ()))
