@@ -1,6 +1,6 @@
 """Random operators, settings and keys against what is promised for all of them.
 
-`pytest` takes a few from fixed seeds; `pytest --hypothesis-profile=long` takes hours, and
+`pytest` takes a few from fixed seeds; with `--all --hypothesis-profile=long` it takes hours, and
 many of each quantity, size, dtype, structure, block size and mesh. With the samples that
 are asked for here, the truth is eight standard errors off about once in a million draws.
 """
