@@ -136,7 +136,14 @@ def matrices_for(case, dtype):
     return [flat, general]
 
 
-@pytest.mark.slow(but=("*-float64", "XDiag-complex128"))
+@pytest.mark.slow(
+    but=(
+        "Hutchinson-float64",
+        "XDiag-complex128",
+        "DiagPlus*-float64",
+        "XNysDiag-*-float64",
+    )
+)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, np.float64) for case in CASES]

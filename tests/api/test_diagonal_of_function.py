@@ -129,6 +129,7 @@ def test_preconditioner():
     assert np.median(errors[0]) < np.median(errors[1]) / 10
 
 
+@pytest.mark.slow
 def test_known_diagonals():
     preconditioner = nystrom(kernel())
     vectors, values = np.asarray(preconditioner.vectors), preconditioner.values
@@ -619,6 +620,7 @@ def test_tolerance_of_the_largest_entry():
     assert result(40) == tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_products_are_counted():
     calls, matrix = [], kernel()
 

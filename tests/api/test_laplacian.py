@@ -94,6 +94,7 @@ FUNCTIONS = [
 FUNCTIONS += [lambda w, x: jnp.sum(w @ x), lambda w, x: jnp.sum(w)]
 
 
+@pytest.mark.slow(but=("held", "choices", "derivative", "<lambda>*"))
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_equals_nested_derivatives(function):
     """The Laplacian, and its derivatives in the point and in what is closed over."""
@@ -181,6 +182,7 @@ def test_random_directions():
     assert np.mean(covered) > 0.93
 
 
+@pytest.mark.slow
 def test_as_the_trace_of_the_hessian():
     """The same directions, so the same samples; blocks of them, and one more."""
     w, x = hermitian(2, np.linspace(0, 2, 136)), np.cos(np.arange(136.0))

@@ -233,6 +233,7 @@ def test_large_exponents_in_float32(scale):
     assert np.abs(np.trace(slopes) / scale - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_known_answers():
     """Operators with few distinct eigenvalues, where nothing is left to sampling, or to
     the quadrature."""

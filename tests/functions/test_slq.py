@@ -56,7 +56,7 @@ def log_and_bracket(key, matrix, window):
     return solution.value, solution.std_err, solution.stats["bracket"]
 
 
-@pytest.mark.slow(but="condition 1e2-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "window"), [*((name, None) for name in PROBLEMS), ("rbf, noise 1e-4", 0)]
 )
@@ -78,7 +78,7 @@ def sample_brackets(matrix, function, lower_bound, num_steps):
     return trace_of(matrix, function, estimator, **settings).stats["sample_brackets"]
 
 
-@pytest.mark.slow(but="entropy")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact"),
     [(tx.Log(), np.log), (tx.Entropy(), lambda x: -x * np.log(x))],

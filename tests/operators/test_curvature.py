@@ -282,6 +282,7 @@ def exact_traces():
     return run({name: op for name, (op, _, _) in KINDS.items()})
 
 
+@pytest.mark.slow(but=("matrix", "pytree", "jacobian", "tagged-function", "multiple"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_trace_and_its_cost(kind):
     op, matrix, cost = KINDS[kind]

@@ -231,6 +231,9 @@ def exported(name):
     return jax.export.export(jitted(name), platforms=PLATFORMS)(example(), KEY)
 
 
+@pytest.mark.slow(
+    but=("hutchinson", "xtrace", "diagonal-hutchinson", "logdet", "laplacian", "sharded")
+)
 @everything
 def test_export_for_every_platform(name):
     loaded = jax.export.deserialize(exported(name).serialize())

@@ -745,6 +745,7 @@ def structured_answers():
     return run(operators)
 
 
+@pytest.mark.slow(but=("*-complex64", "nested-float64", "tridiagonal-float64"))
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -824,6 +825,7 @@ def structured_slope_and_solution(operator):
     return eqx.filter_grad(run, has_aux=True)(operator)
 
 
+@pytest.mark.slow(but="float64-*")
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(np.float64, 1e200), (np.float32, 1e-30), (np.complex64, 1e30)]
 )
@@ -855,6 +857,7 @@ def test_structured_operators_in_half_precision(name):
     assert np.allclose(solution.value, log, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(but=("tridiagonal", "triangular"))
 @pytest.mark.parametrize("name", SINGULAR)
 def test_singular_structured_operators(name):
     solution, _ = structured_answers()[f"{name}-singular"]

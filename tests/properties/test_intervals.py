@@ -113,7 +113,7 @@ def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps, d
         check_width(ends, std_err, value, exact, eigenvalues)
 
 
-@pytest.mark.slow(but="wave-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps"),
     [
@@ -158,7 +158,7 @@ def test_covers_where_rounding_is_all_of_the_error():
     assert np.sqrt(np.mean(std_err**2)) <= 3 * np.std(value, dtype=np.float64)
 
 
-@pytest.mark.slow(but="function1-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact", "num_steps", "spectrum"),
     [

@@ -1,8 +1,9 @@
 """Random operators, settings and keys against what is promised for all of them.
 
-`pytest` takes a few from fixed seeds; with `--all --hypothesis-profile=long` it takes hours, and
-many of each quantity, size, dtype, structure, block size and mesh. With the samples that
-are asked for here, the truth is eight standard errors off about once in a million draws.
+`pytest --all` takes a few from fixed seeds; with `--hypothesis-profile=long` too it takes
+hours, and many of each quantity, size, dtype, structure, block size and mesh. With the
+samples that are asked for here, the truth is eight standard errors off about once in a
+million draws.
 """
 
 import functools as ft
@@ -117,7 +118,7 @@ def floor_of(call, size):
 # --- values ---
 
 
-@pytest.mark.slow(but=("trace", "xnystrace", "diagonal", "leaf-traces", "exp"))
+@pytest.mark.slow(but=("trace", "exp"))
 @some(*SHORT)
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_estimates(name, data, batch, seed):
@@ -181,7 +182,7 @@ def between(found, exact, more):
         assert len(outside) == 0
 
 
-@pytest.mark.slow(but="leaf-traces")
+@pytest.mark.slow
 @some("leaf-traces", "logdet-general")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_products_are_counted(name, data, batch, seed):
@@ -256,7 +257,7 @@ def solve_at_once(call, matrices, keys):
     return jax.vmap(ft.partial(solve, call))(matrices, keys)
 
 
-@pytest.mark.slow(but="xnystrace")
+@pytest.mark.slow
 @some("xnystrace", "logdet")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_vmap_equals_a_loop(name, data, batch, seed):
