@@ -171,13 +171,11 @@ def without_exact_answers(monkeypatch):
     exact answer. Programs do not depend on what is patched."""
     from traceax._api.diagonal_of_function import _DiagonalOfFunction
     from traceax._api.log_trace_exp import _LogTraceExp
-    from traceax._api.logdet import _LogDet
-    from traceax._api.trace_of_function import _TraceOfFunction
-    from traceax._functions.base import AbstractFunctionTask
+    from traceax._api.trace_difference import _TraceDifference
+    from traceax._functions.task import AbstractFunctionTask
     from traceax._run.call import _compiled
 
-    tasks = AbstractFunctionTask, _DiagonalOfFunction, _LogTraceExp, _LogDet
-    tasks += (_TraceOfFunction,)
+    tasks = AbstractFunctionTask, _TraceDifference, _DiagonalOfFunction, _LogTraceExp
     for task in tasks:
         monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
     _compiled._cached.clear_cache()

@@ -58,8 +58,7 @@ def leaf_traces(matrix, key, throw=True):
 
 def jacobi(matrix, key, throw=True):
     operator = matrix_free(matrix, PSD)
-    inverse = tx.jacobi_preconditioner(operator, k=8, key=key, throw=throw)
-    return (lx.diagonal(inverse),)
+    return (tx.jacobi_preconditioner(operator, k=8, key=key, throw=throw).entries,)
 
 
 def auto(matrix, key, throw=True):

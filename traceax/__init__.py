@@ -19,114 +19,217 @@ Start with `help(traceax.trace)` and `help(traceax.logdet)`.
 
 from importlib.metadata import version as _version
 
-from . import plot as plot
-from ._api.check_operator import check_operator as check_operator
+from . import plot
+from ._api.check_operator import check_operator
 from ._api.diagonal import (
-    diagonal as diagonal,
-    jacobi_preconditioner as jacobi_preconditioner,
-    leaf_traces as leaf_traces,
+    diagonal,
+    leaf_traces,
 )
-from ._api.diagonal_of_function import diagonal_of_function as diagonal_of_function
-from ._api.divergence import divergence as divergence
-from ._api.dynamic_trace import DynamicState as DynamicState, DynamicTrace as DynamicTrace
-from ._api.gaussian_log_prob import gaussian_log_prob as gaussian_log_prob
-from ._api.laplacian import laplacian as laplacian
-from ._api.log_trace_exp import log_trace_exp as log_trace_exp
-from ._api.logdet import logdet as logdet
+from ._api.diagonal_of_function import diagonal_of_function
+from ._api.divergence import divergence
+from ._api.dynamic_trace import DynamicState, DynamicTrace
+from ._api.function_of import function_of
+from ._api.gaussian_log_prob import gaussian_log_prob
+from ._api.jacobi_preconditioner import jacobi_preconditioner
+from ._api.laplacian import laplacian
+from ._api.log_trace_exp import log_trace_exp
+from ._api.logdet import logdet
 from ._api.norms import (
-    frobenius_norm as frobenius_norm,
-    frobenius_products as frobenius_products,
-    row_norms as row_norms,
+    frobenius_norm,
+    frobenius_products,
+    row_norms,
 )
-from ._api.operator_report import OperatorReport as OperatorReport
-from ._api.schatten_norm import schatten_norm as schatten_norm
+from ._api.operator_report import OperatorReport
+from ._api.schatten_norm import schatten_norm
 from ._api.spectral_density import (
-    spectral_density as spectral_density,
-    SpectralDensity as SpectralDensity,
+    spectral_density,
+    SpectralDensity,
 )
-from ._api.trace import trace as trace
-from ._api.trace_difference import trace_difference as trace_difference
-from ._api.trace_of_function import trace_of_function as trace_of_function
-from ._core.flat import hermitian_tag as hermitian_tag
-from ._core.results import RESULTS as RESULTS
+from ._api.trace import trace
+from ._api.trace_difference import trace_difference
+from ._api.trace_of_function import trace_of_function
+from ._core.quantity import AbstractQuantity
+from ._core.results import RESULTS
 from ._core.sampler import (
-    AbstractSampler as AbstractSampler,
-    NormalSampler as NormalSampler,
-    RademacherSampler as RademacherSampler,
-    SphereSampler as SphereSampler,
-    SteinhausSampler as SteinhausSampler,
+    AbstractSampler,
+    NormalSampler,
+    RademacherSampler,
+    SphereSampler,
+    SteinhausSampler,
 )
-from ._core.solution import Solution as Solution
+from ._core.solution import Solution
 from ._estimators.auto import (
-    AutoTraceEstimator as AutoTraceEstimator,
-    select_trace_estimator as select_trace_estimator,
+    AutoTraceEstimator,
+    select_trace_estimator,
 )
-from ._estimators.auto_diagonal import AutoDiagonalEstimator as AutoDiagonalEstimator
+from ._estimators.auto_diagonal import AutoDiagonalEstimator
 from ._estimators.base import (
-    AbstractStreamingEstimator as AbstractStreamingEstimator,
-    AbstractTraceEstimator as AbstractTraceEstimator,
+    AbstractEstimator,
+    AbstractStreamingEstimator,
+    AbstractTraceEstimator,
 )
-from ._estimators.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
-from ._estimators.exact import ExactTraceEstimator as ExactTraceEstimator
-from ._estimators.growing import AbstractGrowingEstimator as AbstractGrowingEstimator
-from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
-from ._estimators.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
-from ._estimators.nystrompp import NystromPlusPlusEstimator as NystromPlusPlusEstimator
+from ._estimators.diagpp import DiagPlusPlusEstimator
+from ._estimators.exact import ExactTraceEstimator
+from ._estimators.growing import AbstractGrowingEstimator
+from ._estimators.hutchinson import HutchinsonEstimator
+from ._estimators.hutchpp import HutchPlusPlusEstimator
+from ._estimators.nystrompp import NystromPlusPlusEstimator
 from ._estimators.sketch import (
-    AbstractSketchEstimator as AbstractSketchEstimator,
-    Sketch as Sketch,
+    AbstractSketchEstimator,
+    Sketch,
 )
-from ._estimators.xdiag import XDiagEstimator as XDiagEstimator
-from ._estimators.xnysdiag import XNysDiagEstimator as XNysDiagEstimator
-from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
-from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
-from ._functions.base import AbstractFunctionEstimator as AbstractFunctionEstimator
-from ._functions.function_of import function_of as function_of
+from ._estimators.xdiag import XDiagEstimator
+from ._estimators.xnysdiag import XNysDiagEstimator
+from ._estimators.xnystrace import XNysTraceEstimator
+from ._estimators.xtrace import XTraceEstimator
+from ._functions.base import AbstractFunctionEstimator
 from ._functions.gradients import (
-    AbstractFunctionGradient as AbstractFunctionGradient,
-    LanczosGradient as LanczosGradient,
-    SolveGradient as SolveGradient,
+    AbstractFunctionGradient,
+    LanczosGradient,
+    SolveGradient,
 )
-from ._functions.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
-from ._functions.preconditioned import Preconditioned as Preconditioned
-from ._functions.slq import SLQEstimator as SLQEstimator
-from ._krylov.arnoldi import Arnoldi as Arnoldi
-from ._krylov.base import AbstractKrylovMethod as AbstractKrylovMethod
-from ._krylov.golub_kahan import GolubKahan as GolubKahan
-from ._krylov.lanczos import Lanczos as Lanczos
+from ._functions.krylov_aware import KrylovAwareEstimator
+from ._functions.preconditioned import Preconditioned
+from ._functions.slq import SLQEstimator
+from ._krylov.arnoldi import Arnoldi
+from ._krylov.base import AbstractKrylovMethod
+from ._krylov.golub_kahan import GolubKahan
+from ._krylov.lanczos import Lanczos
 from ._operators.curvature import (
-    empirical_fisher as empirical_fisher,
-    ggn as ggn,
-    hessian as hessian,
-    jacobian_gram as jacobian_gram,
+    empirical_fisher,
+    ggn,
+    hessian,
+    jacobian_gram,
 )
-from ._operators.data_gram import data_gram as data_gram
-from ._preconditioners.auto import AutoPreconditioner as AutoPreconditioner
+from ._operators.data_gram import data_gram
+from ._operators.tags import hermitian_tag
+from ._preconditioners.auto import AutoPreconditioner
 from ._preconditioners.base import (
-    AbstractPreconditioner as AbstractPreconditioner,
-    Preconditioner as Preconditioner,
+    AbstractPreconditioner,
+    AbstractPreconditioning,
+    Preconditioner,
+)
+from ._preconditioners.diagonal import (
+    DiagonalPreconditioner,
 )
 from ._preconditioners.make import (
-    nystrom_preconditioner as nystrom_preconditioner,
-    pivoted_cholesky_preconditioner as pivoted_cholesky_preconditioner,
+    nystrom_preconditioner,
+    pivoted_cholesky_preconditioner,
 )
 from ._quadrature.functions import (
-    AbstractSpectralFunction as AbstractSpectralFunction,
-    Entropy as Entropy,
-    Exp as Exp,
-    Inverse as Inverse,
-    Log as Log,
-    Power as Power,
+    AbstractSpectralFunction,
+    Entropy,
+    Exp,
+    Inverse,
+    Log,
+    Power,
 )
-from ._run.adaptive import Adaptive as Adaptive
+from ._run.adaptive import Adaptive
 from ._run.devices import (
-    default_device as default_device,
-    devices as devices,
-    probe_mesh as probe_mesh,
+    default_device,
+    devices,
+    probe_mesh,
 )
-from ._run.execution import AbstractExecution as AbstractExecution, Local as Local
-from ._run.sharded import Sharded as Sharded
-from ._run.steps import AdaptiveSteps as AdaptiveSteps
+from ._run.execution import AbstractExecution, Local
+from ._run.sharded import Sharded
+from ._run.steps import AdaptiveSteps
 
 
 __version__ = _version("traceax")
+
+__all__ = [
+    # Calls.
+    "check_operator",
+    "diagonal",
+    "diagonal_of_function",
+    "divergence",
+    "DynamicState",
+    "DynamicTrace",
+    "frobenius_norm",
+    "frobenius_products",
+    "function_of",
+    "gaussian_log_prob",
+    "jacobi_preconditioner",
+    "laplacian",
+    "leaf_traces",
+    "log_trace_exp",
+    "logdet",
+    "OperatorReport",
+    "row_norms",
+    "schatten_norm",
+    "spectral_density",
+    "SpectralDensity",
+    "trace",
+    "trace_difference",
+    "trace_of_function",
+    # Estimators.
+    "AbstractEstimator",
+    "AbstractGrowingEstimator",
+    "AbstractSketchEstimator",
+    "AbstractStreamingEstimator",
+    "AbstractTraceEstimator",
+    "AutoDiagonalEstimator",
+    "AutoTraceEstimator",
+    "DiagPlusPlusEstimator",
+    "ExactTraceEstimator",
+    "HutchinsonEstimator",
+    "HutchPlusPlusEstimator",
+    "NystromPlusPlusEstimator",
+    "select_trace_estimator",
+    "Sketch",
+    "XDiagEstimator",
+    "XNysDiagEstimator",
+    "XNysTraceEstimator",
+    "XTraceEstimator",
+    # Functions of operators.
+    "AbstractFunctionEstimator",
+    "AbstractFunctionGradient",
+    "AbstractKrylovMethod",
+    "AbstractSpectralFunction",
+    "Arnoldi",
+    "Entropy",
+    "Exp",
+    "GolubKahan",
+    "Inverse",
+    "KrylovAwareEstimator",
+    "Lanczos",
+    "LanczosGradient",
+    "Log",
+    "Power",
+    "Preconditioned",
+    "SLQEstimator",
+    "SolveGradient",
+    # Preconditioners.
+    "AbstractPreconditioner",
+    "AbstractPreconditioning",
+    "AutoPreconditioner",
+    "DiagonalPreconditioner",
+    "nystrom_preconditioner",
+    "pivoted_cholesky_preconditioner",
+    "Preconditioner",
+    # Operators.
+    "data_gram",
+    "empirical_fisher",
+    "ggn",
+    "hermitian_tag",
+    "hessian",
+    "jacobian_gram",
+    # Budgets, devices, samplers, results.
+    "AbstractExecution",
+    "AbstractQuantity",
+    "AbstractSampler",
+    "Adaptive",
+    "AdaptiveSteps",
+    "default_device",
+    "devices",
+    "Local",
+    "NormalSampler",
+    "probe_mesh",
+    "RademacherSampler",
+    "RESULTS",
+    "Sharded",
+    "Solution",
+    "SphereSampler",
+    "SteinhausSampler",
+    "plot",
+]

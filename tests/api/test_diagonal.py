@@ -438,13 +438,6 @@ class OnlyTrace(tx.AbstractStreamingEstimator):
         return jnp.vdot(probe, mv(probe))
 
 
-class OnlyRun(tx.AbstractTraceEstimator):
-    min_matvecs = 1
-
-    def run(self, operator, k, key, execution):
-        raise AssertionError
-
-
 class Vector(OnlyTrace):
     def sample(self, mv, probe):
         return probe * mv(probe)
@@ -457,7 +450,6 @@ MISTAKES = {
         "cannot estimate this",
     ),
     "only a trace": ({"estimator": OnlyTrace()}, "`OnlyTrace` cannot estimate this"),
-    "only run": ({"estimator": OnlyRun()}, "`OnlyRun` cannot estimate this"),
     "a vector": ({"estimator": Vector()}, "`Vector.sample` must return a pair"),
     "k": ({"estimator": tx.XDiagEstimator(), "k": 1}, "needs at least k=2"),
     "k of Diag++": ({"estimator": tx.DiagPlusPlusEstimator(), "k": 2}, "at least k=3"),
@@ -513,7 +505,8 @@ def test_jacobi_preconditioner():
             (tree, unravel(flat + 1)),
         ):
             plain = lx.linear_solve(operator, ones, solver)
-            inverse = tx.jacobi_preconditioner(operator, k=12, key=KEYS[0])
+            jacobi = tx.jacobi_preconditioner(operator, k=12, key=KEYS[0])
+            inverse = jacobi.inverse()
             assert lx.is_positive_semidefinite(inverse)
             options = {"preconditioner": inverse}
             better = lx.linear_solve(operator, ones, solver, options=options)
@@ -529,14 +522,15 @@ def test_jacobi_preconditioner():
 def test_jacobi_preconditioner_where_nothing_is_known():
     """1 for a zero, the standard error for an entry below it; no derivatives."""
     zero = lx.DiagonalLinearOperator(jnp.asarray([0.0, -2.0, 4.0]))
-    inverse = tx.jacobi_preconditioner(zero, k=1)
-    assert np.allclose(lx.diagonal(inverse), [1, 0.5, 0.25])
+    jacobi = tx.jacobi_preconditioner(zero, k=1)
+    assert np.allclose(jacobi.entries, [1, 2, 4])
+    assert np.allclose(lx.diagonal(jacobi.inverse()), [1, 0.5, 0.25])
     swap = jnp.asarray(np.eye(N)[::-1].copy())
     operator = matrix_free(swap)
     found = tx.diagonal(operator, HUTCHINSON.estimator, k=4, key=KEYS[0])
-    inverse = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=4, key=KEYS[0])
+    jacobi = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=4, key=KEYS[0])
     size = np.maximum(np.abs(found.value), found.std_err)
-    assert np.allclose(lx.diagonal(inverse), 1 / size)
+    assert np.allclose(jacobi.entries, size)
 
 
 def test_jacobi_preconditioner_of_one_sample():
@@ -545,6 +539,31 @@ def test_jacobi_preconditioner_of_one_sample():
         hermitian(0, np.linspace(1, 2, 6)), lx.positive_semidefinite_tag
     )
     found = tx.diagonal(operator, HUTCHINSON.estimator, k=1, key=KEYS[0])
-    inverse = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=1, key=KEYS[0])
-    ones = jnp.ones(6)
-    assert np.allclose(inverse.mv(ones), 1 / np.abs(found.value), rtol=1e-12)
+    jacobi = tx.jacobi_preconditioner(operator, HUTCHINSON.estimator, k=1, key=KEYS[0])
+    assert np.allclose(jacobi.entries, np.abs(found.value), rtol=1e-12)
+
+
+def test_jacobi_preconditioner_elsewhere():
+    """Wherever a preconditioner is taken: log-determinants, Gaussian densities, diagonals
+    of inverses."""
+    scales = np.logspace(0, 4, 60)
+    matrix = np.diag(scales) + 0.1
+    operator = matrix_free(jnp.asarray(matrix), PSD)
+    jacobi = tx.jacobi_preconditioner(lx.MatrixLinearOperator(jnp.asarray(matrix)), k=1)
+    settings = {"key": KEYS[0], "preconditioner": jacobi}
+    log_det = np.linalg.slogdet(matrix)[1]
+    solution = tx.logdet(operator, k=10, num_steps=8, **settings)
+    plain = tx.logdet(operator, k=10, num_steps=8, key=KEYS[0])
+    assert abs(solution.value - log_det) < 4 * solution.std_err
+    assert abs(solution.value - log_det) < abs(plain.value - log_det) / 100
+    residual = jnp.asarray(np.sin(np.arange(60)))
+    density = tx.gaussian_log_prob(operator, residual, k=10, num_steps=8, **settings)
+    expected = -0.5 * (
+        residual @ np.linalg.solve(matrix, residual) + log_det + 60 * np.log(2 * np.pi)
+    )
+    assert abs(density.value - expected) < 4 * density.std_err
+    inverse = tx.diagonal_of_function(
+        operator, tx.Inverse(), k=10, num_steps=8, **settings
+    )
+    exact = np.diag(np.linalg.inv(matrix))
+    assert np.all(np.abs(inverse.value - exact) <= 5 * inverse.std_err + 1e-10)

@@ -12,7 +12,7 @@ import pytest
 
 import traceax as tx
 from traceax._functions.deflation import Deflation
-from traceax._krylov.lanczos_recurrence import (
+from traceax._krylov.block_lanczos import (
     block_lanczos_advance,
     block_lanczos_run,
     block_lanczos_start,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from traceax._krylov.lanczos_recurrence import block_lanczos, lanczos
+from traceax._krylov.block_lanczos import block_lanczos
+from traceax._krylov.lanczos_recurrence import lanczos
 from traceax._quadrature.tridiagonal import ritz
 
 from ..helpers import hermitian

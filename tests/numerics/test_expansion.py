@@ -235,7 +235,7 @@ def test_is_what_fewer_probes_give(case, m, dtype):
 def test_covariance_of_some_pairs(case, monkeypatch):
     """Of more probes than each one is paired with: of the first ones, or of neighbours
     around a circle."""
-    monkeypatch.setattr("traceax._numerics.expansion._MET", 4)
+    monkeypatch.setattr("traceax._numerics.expansion._MAX_PARTNERS", 4)
     m, names = 7, ("diagonal", "leaves")
     matrix, probes = matrix_for(case, np.float64), normal(7, (N, m), np.float64)
 

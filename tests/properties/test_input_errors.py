@@ -147,10 +147,10 @@ def test_budget(k, exception, parts):
         (
             "estimator",
             tx.XTraceEstimator,
-            ["AbstractTraceEstimator", "the class XTraceEstimator"],
+            ["AbstractEstimator", "the class XTraceEstimator"],
         ),
-        ("estimator", "xtrace", ["AbstractTraceEstimator", "Found 'xtrace'"]),
-        ("estimator", None, ["AbstractTraceEstimator", "Found None"]),
+        ("estimator", "xtrace", ["AbstractEstimator", "Found 'xtrace'"]),
+        ("estimator", None, ["AbstractEstimator", "Found None"]),
         ("execution", 3, ["AbstractExecution", "Found 3"]),
         ("execution", tx.Local, ["AbstractExecution", "the class Local"]),
     ],
@@ -207,7 +207,7 @@ def test_missing_tag(estimator):
     parts = [
         f"`{estimator.__name__}` needs",
         "semidefinite",
-        "Found `operator` of type FunctionLinearOperator",
+        "Found `operator` without the tag",
         "lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)",
         "`traceax.XTraceEstimator`",
     ]

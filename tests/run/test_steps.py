@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._core.flat import flatten
 from traceax._core.sampler import draw_for
+from traceax._operators.door import flatten
 from traceax._quadrature.convergence import Convergence, SEEN_BY_ONE
 from traceax._quadrature.singular_functions import SingularLog
 

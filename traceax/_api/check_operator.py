@@ -9,23 +9,18 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import PRNGKeyArray
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import check_is_operator, check_key
-from .._core.flat import (
-    dtypes,
-    flatten,
-    from_flat,
-    hermitian_tag,
-    is_complex,
-    is_hermitian,
-    to_flat,
-)
+from .._core.checks import check_key
+from .._core.flat import from_flat, to_flat
+from .._core.jax_interfaces import Tracer
 from .._core.sampler import needed
 from .._estimators.auto import select_trace_estimator
+from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
+from .._operators.door import flatten
+from .._operators.tags import dtypes, hermitian_tag, is_complex, is_hermitian
 from .operator_report import Notes, OperatorReport
 from .spectral_density import spectral_density
 

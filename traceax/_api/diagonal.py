@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import operator_first
 from .._core.quantity import Diagonal, LeafTraces
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
+from .._operators.checks import operator_first
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
@@ -20,10 +17,11 @@ from .measure import measure
 @operator_first
 def diagonal(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -58,6 +56,7 @@ def diagonal(
         made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
         tolerance, in the norm `traceax.Adaptive(norm=...)`.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `state`: as for [`traceax.trace`][].
     - `execution`: where and how many at a time products are made.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
@@ -81,17 +80,19 @@ def diagonal(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(Diagonal.of, operator, estimator, **settings)
 
 
 @operator_first
 def leaf_traces(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -115,7 +116,8 @@ def leaf_traces(
 
     **Arguments:**
 
-    - `operator`, `estimator`, `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `operator`, `estimator`, `key`, `state`, `execution`, `throw`: as for
+        [`traceax.trace`][].
     - `k`: likewise; with [`traceax.Adaptive`][] the errors of all traces together are
         compared with the tolerance, in the norm `traceax.Adaptive(norm=...)`.
 
@@ -132,80 +134,6 @@ def leaf_traces(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate traces of leaves.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(LeafTraces.of, operator, estimator, **settings)
-
-
-def jacobi_preconditioner(
-    operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
-    *,
-    k: int | Adaptive,
-    key: PRNGKeyArray | None = None,
-    execution: AbstractExecution = Local(),
-    throw: bool = True,
-) -> lx.AbstractLinearOperator:
-    """The inverse of the diagonal of an operator, estimated, as a preconditioner for
-    `lineax.CG`.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        import lineax as lx
-        import traceax as tx
-
-        matrix = jnp.diag(jnp.logspace(0.0, 4.0, 300)) + 0.1
-        operator = lx.FunctionLinearOperator(
-            lambda v: matrix @ v,
-            jax.ShapeDtypeStruct((300,), matrix.dtype),
-            lx.positive_semidefinite_tag,
-        )
-        inverse = tx.jacobi_preconditioner(operator, k=10, key=jax.random.key(0))
-        solver = lx.CG(rtol=1e-5, atol=1e-5)
-        options = {"preconditioner": inverse}
-        solution = lx.linear_solve(operator, jnp.ones(300), solver, options=options)
-        print(solution.stats["num_steps"])
-        ```
-
-    **Arguments:**
-
-    - `operator`: as for [`traceax.diagonal`][]; positive (or negative) semidefinite, or
-        the preconditioner is of little use.
-    - `estimator`, `k`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
-
-    **Returns:**
-
-    A diagonal `lineax` operator, tagged positive semidefinite, to be passed as
-    `options={"preconditioner": ...}`: the inverse of the modulus of each entry, or of its
-    standard error where that is larger, and 1 where both are 0. It has no derivatives;
-    those of a solve do not depend on it.
-
-    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
-    vector of length n, and a product with it costs n operations.
-
-    **Raises:**
-
-    Errors as [`traceax.diagonal`][].
-    """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
-    solution = diagonal(operator, estimator, **settings)
-
-    structure = operator.in_structure()
-    inverse = _inverse(solution.value, solution.std_err, structure)
-    diagonal_operator = lx.DiagonalLinearOperator(inverse)
-    return lx.TaggedLinearOperator(diagonal_operator, lx.positive_semidefinite_tag)
-
-
-@eqx.filter_jit
-def _inverse(value: PyTree, std_err: PyTree, structure: PyTree) -> PyTree[Array]:
-    def invert(entry, std_err, leaf):
-        # Of a single sample nothing is known.
-        std_err = jnp.where(jnp.isfinite(std_err), std_err, 0)
-        size = jnp.maximum(jnp.abs(entry), std_err)
-        inverse = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
-        inverse = jnp.minimum(inverse, jnp.finfo(leaf.dtype).max)
-        return jax.lax.stop_gradient(inverse).astype(leaf.dtype)
-
-    return jax.tree.map(invert, value, std_err, structure)

@@ -5,26 +5,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_hermitian, check_instance, check_is_operator
-from .._core.flat import dtypes, flatten, freeze, hermitian_tag, unflatten
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator, freeze
 from .._core.quantity import AbstractQuantity, Diagonal, Shifted
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
-from .._estimators.base import AbstractTraceEstimator
-from .._functions.function_of import Action, check_of_eigenvalues
+from .._estimators.base import AbstractEstimator
+from .._functions.action import Action, check_of_eigenvalues
 from .._functions.matrix_diagonal import exact_diagonal_of_function
+from .._functions.preconditioned import check_preconditioner, Prepared
 from .._functions.products import Between, BeyondOne, Look
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
-from .._preconditioners.base import AbstractPreconditioner, check_size
+from .._operators.checks import check_hermitian
+from .._operators.door import enter, Facts
+from .._preconditioners.base import (
+    AbstractPreconditioning,
+)
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import check_domain, domain_result
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
-from .._quadrature.quadratic_form import check_domain, how_outside
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 from .._run.steps import (
@@ -51,11 +57,11 @@ _HIDDEN = {True: 0.03, False: 0.003}
 class _DiagonalOfFunction(AbstractTask):
     """An estimator of the diagonal of a function, with the settings of one call."""
 
-    estimator: AbstractTraceEstimator
+    estimator: AbstractEstimator
     quantity: AbstractQuantity
     function: AbstractSpectralFunction
     num_steps: int | AdaptiveSteps
-    preconditioner: AbstractPreconditioner | None
+    preconditioner: AbstractPreconditioning | None
 
     @property
     def name(self) -> str:
@@ -69,23 +75,27 @@ class _DiagonalOfFunction(AbstractTask):
     def fallback(self) -> str:
         return self.estimator.fallback
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        return exact_diagonal_of_function(flatten(operator), self.function, execution)
+        return exact_diagonal_of_function(operator, self.function, execution)
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, function, outer = flatten(operator), self.function, self.preconditioner
-        outer = freeze(outer)
+        flat, function, outer, prepared = operator, self.function, None, None
+        if self.preconditioner is not None:
+            arguments = {"k": k, "num_steps": self.num_steps}
+            arguments |= {"key": key, "execution": execution}
+            prepared = Prepared.of(freeze(self.preconditioner), flat.frozen, arguments)
+            outer, k = prepared.preconditioner, prepared.call["k"]
         known, spent, quantity = jnp.zeros((), flat.dtype), 0, self.quantity
         if outer is not None:
             # A^-1 is P^-1 and, for M = P^(-1/2) A P^(-1/2), P^(-1/2) (M^-1 - I) P^(-1/2).
@@ -104,22 +114,21 @@ class _DiagonalOfFunction(AbstractTask):
         if adaptive:
             product = product.after(jnp.asarray(steps.made))
             spent = spent + steps.spent
-        real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
-        tags = [lx.symmetric_tag if real else hermitian_tag]
-        if function.nonnegative:
-            tags.append(lx.positive_semidefinite_tag)
-        structure = operator.in_structure()
-        of_function = unflatten(product, structure, flat.dtype, frozenset(tags))
+        sign = 1 if function.nonnegative else 0
+        of_function = dataclasses.replace(flat, fn=product, hermitian=True, sign=sign)
         estimate = self.estimator.measure(quantity, of_function, rest, key, execution)
 
+        state = steps.state(estimate.state)
+        if prepared is not None:
+            state = prepared.state(state)
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        state = constant.action.advanced(constant.outside(frozen))
-        look = constant.look(state, _HIDDEN[adaptive])
+        advanced = constant.action.advanced(constant.outside(frozen))
+        look = constant.look(advanced, _HIDDEN[adaptive])
         in_domain = check_domain(function, flat, look.extremes, jnp.sum(look.product))
         # A product of the estimate is NaN if it met an eigenvalue outside the domain that
         # this probe did not.
         lost = jnp.isfinite(look.product).all() & ~jnp.isfinite(estimate.value).all()
-        elsewhere = failure(lost, how_outside(function, flat))
+        elsewhere = failure(lost, domain_result(function, flat))
         value = estimate.value + jax.lax.stop_gradient(known).astype(estimate.value.dtype)
         lost_digits = _mean_size(look.rounding) > 0.02 * _mean_size(value)
         precise = failure(lost_digits, RESULTS.precision_lost)
@@ -143,7 +152,7 @@ class _DiagonalOfFunction(AbstractTask):
         }
         unresolved, wide = 0.0, None
         if adaptive:
-            settled = jax.lax.stop_gradient(value) if isinstance(k, Adaptive) else None
+            settled = jax.lax.stop_gradient(value) if isinstance(k, Budget) else None
             missed = ~(self._excess(look, probe, k, mean, flat.rounding, settled) <= 1)
             wide = failure(missed, RESULTS.too_few_steps)
             # Of a call that fails the bar is that of sampling.
@@ -155,7 +164,7 @@ class _DiagonalOfFunction(AbstractTask):
             unresolved=unresolved,
             result=first_failure(in_domain, elsewhere, precise, estimate.result, wide),
             extra=estimate.extra | extra,
-            state=steps.state(estimate.state),
+            state=state,
             bounds=jnp.stack([ends, bars], axis=1),
         )
 
@@ -164,7 +173,7 @@ class _DiagonalOfFunction(AbstractTask):
         product: Between,
         probe: Inexact[Array, " n"],
         known: Inexact[Array, ""],
-        k: int | Adaptive,
+        k: int | Budget,
         execution: AbstractExecution,
     ) -> Int[Array, ""]:
         """So many steps that the error of truncation is a share of the target: of the
@@ -187,7 +196,7 @@ class _DiagonalOfFunction(AbstractTask):
         self,
         look: Look,
         probe: Inexact[Array, " n"],
-        k: int | Adaptive,
+        k: int | Budget,
         known: Inexact[Array, ""],
         rounding: float,
         value: Inexact[Array, " n"] | None = None,
@@ -195,7 +204,7 @@ class _DiagonalOfFunction(AbstractTask):
         """The error of truncation over the target, which for a tolerance is relative to
         the `value`, if there is one."""
         mean = jnp.vdot(probe, look.product, precision="highest") / probe.size
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             value = jnp.full_like(look.product, mean + known) if value is None else value
             aimed = self._tolerance(k, value)
         else:
@@ -206,31 +215,32 @@ class _DiagonalOfFunction(AbstractTask):
         error = jnp.maximum(error, worst / 10) + jnp.max(look.beyond)
         return excess(error, aimed)
 
-    def _tolerance(self, k: Adaptive, value: Inexact[Array, " n"]) -> Real[Array, ""]:
+    def _tolerance(self, k: Budget, value: Inexact[Array, " n"]) -> Real[Array, ""]:
         """What errors of all entries may be, if they are alike."""
         size, one = (self._norm(k, x) for x in (value, jnp.ones_like(value)))
-        return k.tolerance(size) / one.real
+        return k.rule.tolerance(size) / one.real
 
-    def _size(self, k: int | Adaptive, errors: Real[Array, " n"]) -> Real[Array, ""]:
+    def _size(self, k: int | Budget, errors: Real[Array, " n"]) -> Real[Array, ""]:
         """The error of an entry, if all were alike: in the norm of an adaptive budget, or
         else the root mean square."""
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             return self._norm(k, errors) / self._norm(k, jnp.ones_like(errors))
         return _mean_size(errors)
 
-    def _norm(self, k: Adaptive, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
-        return k.size(self.quantity.present(entries, entries)[0])
+    def _norm(self, k: Budget, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
+        return k.rule.size(self.quantity.present(entries, entries)[0])
 
 
 def diagonal_of_function(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction | Callable[[Any], Any],
-    estimator: AbstractTraceEstimator = AutoDiagonalEstimator(),
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
-    preconditioner: AbstractPreconditioner | None = None,
+    state: PyTree[Array] | None = None,
+    preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -276,7 +286,7 @@ def diagonal_of_function(
     **Arguments:**
 
     - `operator`, `function`: as for [`traceax.function_of`][].
-    - `estimator`, `key`, `execution`, `throw`: as for [`traceax.diagonal`][].
+    - `estimator`, `key`, `state`, `execution`, `throw`: as for [`traceax.diagonal`][].
     - `k`: the number of products with $f(A)$, a Python integer or
         [`traceax.Adaptive`][]. With `k >= n` the answer is exact, from n products with
         `operator` and a dense factorisation.
@@ -327,24 +337,24 @@ def diagonal_of_function(
         [`traceax.AdaptiveSteps`][] allows leave an error larger than the tolerance, or
         than the standard error of `k` random signs.
     """
-    check_is_operator(operator, second=function)
+    entered = enter(operator, second=function)
     check_hermitian(operator)
-    check_instance(
-        "estimator", estimator, AbstractTraceEstimator, "AutoDiagonalEstimator()"
-    )
-    num_steps = check_steps(num_steps, operator.in_size())
-    function = as_spectral_function(function, dtypes(operator)[0])
+    check_instance("estimator", estimator, AbstractEstimator, "AutoDiagonalEstimator()")
+    num_steps = check_steps(num_steps, entered.size)
+    function = as_spectral_function(function, entered.flat.dtype)
     check_of_eigenvalues(function)
     if preconditioner is not None:
         _check_preconditioner(preconditioner, operator, function)
     task = _DiagonalOfFunction(
         estimator=estimator,
-        quantity=Diagonal.of(operator),
+        quantity=Diagonal.of(entered.structure),
         function=function,
         num_steps=num_steps,
         preconditioner=preconditioner,
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )
 
 
 def _check_preconditioner(
@@ -352,9 +362,7 @@ def _check_preconditioner(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction,
 ) -> None:
-    example = "nystrom_preconditioner(operator, rank, key=key)"
-    check_instance("preconditioner", preconditioner, AbstractPreconditioner, example)
-    check_size(preconditioner, operator.in_size())
+    check_preconditioner(preconditioner, operator.in_size())
     plain = isinstance(function, Inverse) and function.singular_at_zero
     if not plain or not lx.is_positive_semidefinite(operator):
         raise ValueError(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from .._core.checks import check_point
 from .._core.solution import Solution
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -23,10 +23,11 @@ _Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
 def divergence(
     fn: Callable[[_Point], _Point],
     x: _Point,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> tuple[_Point, Solution]:
@@ -64,8 +65,8 @@ def divergence(
     - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
     - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
         divergence, by n products.
-    - `key`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes fixed
-        along a path, as an integrator of high order needs, pass the same key.
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes
+        fixed along a path, as an integrator of high order needs, pass the same key.
 
     **Returns:**
 
@@ -101,7 +102,7 @@ def divergence(
             f"{found} for {structure}."
         )
     transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
-    settings = {"key": key, "execution": execution, "throw": throw}
+    settings = {"key": key, "state": state, "execution": execution, "throw": throw}
     budget = transposed.in_size() if k is None else k
     return value, trace(transposed, estimator, k=budget, **settings)
 

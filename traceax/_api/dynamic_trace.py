@@ -10,13 +10,15 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._core.arithmetic import full_precision
-from .._core.checks import check_instance, check_is_operator, check_key, check_positive
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance, check_key, check_positive
+from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for, needed, RademacherSampler
 from .._core.solution import Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.dense import normalise
+from .._operators.checks import check_is_operator
+from .._operators.door import flatten
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 from .trace import trace

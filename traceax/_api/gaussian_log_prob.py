@@ -2,150 +2,85 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_is_operator, check_key, check_positive
-from .._core.flat import (
-    dtypes,
-    FlatOperator,
-    flatten,
-    freeze,
-    from_flat,
-    is_complex,
-    to_flat,
-)
+from .._core.checks import check_instance
+from .._core.flat import freeze, from_flat, to_flat
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
-from .._functions.preconditioned import check_preconditioner
+from .._functions.inverse_form import inverse_form, solve_scaled
+from .._functions.preconditioned import check_preconditioner, Preconditioned, Prepared
 from .._functions.slq import SLQEstimator
 from .._numerics.dense import two_norm
-from .._numerics.gram_schmidt import unit as unit_of
-from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
+from .._numerics.gram_schmidt import dot
+from .._operators.door import enter, EnteredOperator
+from .._operators.tags import is_complex
+from .._preconditioners.base import AbstractPreconditioning
+from .._quadrature.functions import Log
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.call import call
+from .._run.callback import raising_for_callbacks
 from .._run.execution import AbstractExecution, Local
-from .._run.gradient import attach, FirstOrderFrame
+from .._run.solve import budget_of, solution_of
 from .._run.steps import AdaptiveSteps, check_steps
-from .logdet import logdet
+from .logdet import LogDet
 
 
-class _Bordered(eqx.Module):
-    """`M = [[A, r], [r*, 0]]`, as a map of vectors of length n + 1."""
+class _Call(eqx.Module):
+    """The arguments of one call."""
 
-    fn: Callable[[Array], Array]
-    residual: Inexact[Array, " n"]
+    residual: PyTree[Array]
+    initial: PyTree[Array] | None
+    estimator: AbstractFunctionEstimator
+    gradient: AbstractFunctionGradient
+    num_steps: int | AdaptiveSteps
+    preconditioner: AbstractPreconditioning | None
+    solver: lx.AbstractLinearSolver
 
-    def __call__(self, vector: Array) -> Array:
-        inner, last = vector[:-1], vector[-1]
-        top = self.fn(inner) + last * self.residual
-        return jnp.append(top, _dot(self.residual, inner))
-
-
-def _dot(x: Array, y: Array) -> Array:
-    return jnp.vdot(x, y, precision="highest")
-
-
-def _solved(
-    flat: FlatOperator,
-    residual: Inexact[Array, " n"],
-    initial: Inexact[Array, " n"],
-    preconditioner: AbstractPreconditioner | None,
-    smallest: Real[Array, ""],
-    solver: lx.AbstractLinearSolver,
-) -> tuple[Inexact[Array, " n"], Any, dict[str, Any]]:
-    """An approximation of `A^-1 r`, how the solve ended, and what the solver counted."""
-    structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
-    # The absolute tolerance of a solver is meant for a right-hand side of size one.
-    unit = two_norm(residual) / flat.size**0.5
-    unit = jnp.where(unit > 0, unit, 1)
-    right = residual / unit
-
-    def outside(x, factor):
-        if preconditioner is None:
-            return factor * x
-        x, length = unit_of(x)
-        return length * (factor * preconditioner.power(-1.0, x))
-
-    # And for a solution of size one, as it is about in units of `1 / size`.
-    length = two_norm(outside(right, 1.0))
-    ratio = jnp.where(length > 0, two_norm(right) / jnp.where(length > 0, length, 1), 1)
-    size = jnp.where(smallest > 0, smallest, 1) * ratio
-
-    def scaled(x):
-        x, length = unit_of(x)
-        return length * (flat.mv(x) / size)
-
-    # `lineax.CG` does not depend on the scale of its preconditioner, but breaks down
-    # where an eigenvalue of the preconditioned operator is below 200 n eps. GMRES
-    # measures residuals after it.
-    factor = 1e4 * max(1, 200 * flat.size * float(jnp.finfo(flat.dtype).eps))
-    if isinstance(solver, lx.GMRES):
-        factor = 1.0
-
-    tags = lx.positive_semidefinite_tag
-    options = {
-        "y0": size * (initial / unit),
-        "preconditioner": lx.FunctionLinearOperator(
-            lambda x: outside(x, factor * ratio), structure, tags
-        ),
-    }
-    matrix = lx.FunctionLinearOperator(scaled, structure, tags)
-    found = lx.linear_solve(matrix, right, solver, options=options, throw=False)
-    return unit * (found.value / size), RESULTS.promote(found.result), found.stats
+    def task(self, preconditioner: AbstractPreconditioning | None) -> LogDet:
+        """The log-determinant, with this preconditioner."""
+        estimator = self.estimator
+        if preconditioner is not None:
+            estimator = Preconditioned(estimator, preconditioner)
+        return LogDet(
+            estimator=estimator,
+            function=Log(),
+            gradient=self.gradient,
+            num_steps=self.num_steps,
+        )
 
 
-def _quadratic_form(
-    flat: FlatOperator, residual: Inexact[Array, " n"], solution: Inexact[Array, " n"]
-) -> tuple[Real[Array, ""], Inexact[Array, " n"]]:
-    """`2 x* r - x* A x` for `x = A^-1 r`, and what x leaves of r.
-
-    It is `-w* M w` for `w = (x, -1)` and M bordered by r: `r* A^-1 r`, stationary in x.
-    So its derivative is `-w* dM w`, and its error of second order in that of x.
-    """
-    fn, size = _Bordered(flat.fn, residual), flat.size + 1
-    bordered = dataclasses.replace(flat, fn=fn, size=size)
-    vector = jnp.append(solution, -jnp.ones_like(solution, shape=1))
-    image = bordered.frozen.mv(vector)
-    frame = FirstOrderFrame(-vector[:, None], vector[:, None])
-    value = attach(bordered, -_dot(vector, image), frame, execution=Local())
-    return value, -image[:-1]
-
-
-class _Made(eqx.Module):
-    """A preconditioner; if its products were not finite, no estimate with it is."""
-
-    preconditioner: AbstractPreconditioner
-    estimated: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def result(self) -> Any:
-        return RESULTS.successful
-
-
-class _State(eqx.Module):
-    """What a later call goes on from, where the data chose the preconditioner: samples
-    are of the preconditioned operator."""
-
-    preconditioner: AbstractPreconditioner
-    logdet: PyTree[Array]
-
-
-def _prepare(preconditioning, operator, settings) -> _Made:
-    return _Made(preconditioning.prepare(flatten(operator).frozen, **settings))
-
-
-def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
-    flat = flatten(operator)
-    residual, initial = jax.tree.map(jnp.asarray, (residual, initial))
+def _log_prob(
+    call: _Call,
+    entered: EnteredOperator,
+    k: int | Budget,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+) -> Solution:
+    flat, facts = entered.open()
+    preconditioner, prepared = None, None
+    if call.preconditioner is not None:
+        prepared = Prepared.of(
+            call.preconditioner,
+            flat.frozen,
+            {"k": k, "num_steps": call.num_steps, "key": key, "execution": execution},
+        )
+        preconditioner, k = prepared.preconditioner, prepared.call["k"]
+    task = call.task(preconditioner)
+    determinant = solution_of(task, flat, facts, k, key, execution)
+    state = determinant.state
+    if prepared is not None:
+        state = prepared.state(state)
+    residual, initial = jax.tree.map(jnp.asarray, (call.residual, call.initial))
     right = to_flat(residual, flat.dtype)
     frozen = jax.lax.stop_gradient(right)
     start = jnp.zeros_like(frozen)
@@ -161,9 +96,9 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         # Eigenvalues that come with an exact answer are those of A itself.
         unit = jnp.where(exact, preconditioner.largest, 1)
         smallest = smallest / unit.astype(smallest.dtype)
-    settings = preconditioner, smallest, solver
-    found, ended, counted = _solved(flat.frozen, frozen, start, *settings)
-    quadratic, left_over = _quadratic_form(flat, right, found)
+    settings = preconditioner, smallest, call.solver
+    found, ended, counted = solve_scaled(flat.frozen, frozen, start, *settings)
+    quadratic, left_over = inverse_form(flat, right, found)
 
     def combine(log_det):
         constant = flat.size * math.log(2 * math.pi)
@@ -172,8 +107,8 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
     # In exact arithmetic the residual of conjugate gradients is orthogonal to the
     # solution. Of rounding errors it may be by chance: the root of the sum of squares is
     # what their product is in the root mean square over signs.
-    rounding = flat.rounding * _dot(jnp.abs(found), jnp.abs(frozen))
-    along = jnp.maximum(jnp.abs(_dot(found, left_over)), two_norm(found * left_over))
+    rounding = flat.rounding * dot(jnp.abs(found), jnp.abs(frozen))
+    along = jnp.maximum(jnp.abs(dot(found, left_over)), two_norm(found * left_over))
     rounding = jnp.hypot(rounding, along)
     size, left = two_norm(frozen), two_norm(left_over)
     steps = jnp.asarray(counted.get("num_steps", 0))
@@ -184,7 +119,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         "samples": combine(known["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
-        "solve": from_flat(found, operator.in_structure()),
+        "solve": from_flat(found, entered.structure),
         "solve_steps": steps,
         "solve_residual": left / jnp.where(size > 0, size, 1),
     }
@@ -209,7 +144,7 @@ def _log_prob(operator, residual, initial, determinant, preconditioner, solver):
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return Solution(value, std_err, result, stats, determinant.state)
+    return Solution(value, std_err, result, stats, state)
 
 
 def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
@@ -234,6 +169,7 @@ def gaussian_log_prob(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     solver: lx.AbstractLinearSolver | None = None,
     initial: PyTree[Real[Array, ...]] | None = None,
@@ -285,7 +221,7 @@ def gaussian_log_prob(
     - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
-    - `estimator`, `k`, `num_steps`, `key`, `gradient`, `execution`: of the
+    - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: of the
         log-determinant, as for [`traceax.logdet`][]; so are the tolerances and what a
         `callback` is given with [`traceax.Adaptive`][]. `gradient` does not matter to
         the quadratic form.
@@ -343,14 +279,14 @@ def gaussian_log_prob(
         }
         ```
     """
-    check_is_operator(operator, second=residual)
+    entered = enter(operator, second=residual)
     if is_complex(operator):
         raise TypeError(
             "`operator` must be real. Found one of a complex dtype, for which the "
             "density has another normalisation. Add up `traceax.logdet` and "
             "`lineax.linear_solve`."
         )
-    if not lx.is_positive_semidefinite(operator):
+    if entered.flat.sign <= 0:
         raise ValueError(
             "`operator` must be a covariance, and say so by a tag. Found `operator` of "
             f"type {type(operator).__name__} without one. Wrap it: "
@@ -360,10 +296,10 @@ def gaussian_log_prob(
     if initial is not None:
         _check_vector("initial", initial, operator)
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
     if solver is None:
-        tolerance = float(jnp.finfo(dtypes(operator)[1]).eps) ** 0.5
-        limit = 10 * operator.in_size()
+        tolerance = entered.flat.eps**0.5
+        limit = 10 * entered.size
         # Without extra products to refresh the residual: the true one is computed at the
         # end.
         solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
@@ -372,29 +308,38 @@ def gaussian_log_prob(
             f"`solver` must be a `lineax.AbstractLinearSolver`. Found {solver!r}. Pass, "
             "for example, `lineax.CG(rtol=1e-6, atol=1e-6)`."
         )
-    name = "gaussian_log_prob"
-    settings = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
-    ready = preconditioner is None or isinstance(preconditioner, AbstractPreconditioner)
-    if not ready and isinstance(k, Adaptive) and k.state is not None:
-        if not isinstance(k.state, _State):
-            raise ValueError(
-                "`state` must be of a call with the same kind of preconditioner. Found "
-                f"one of type {type(k.state).__name__}."
-            )
-        preconditioner = k.state.preconditioner
-        settings["k"] = dataclasses.replace(k, state=k.state.logdet)
-    elif not ready:
-        check_key(key)
-        settings["k"] = k if isinstance(k, Adaptive) else check_positive("k", k)
-        settings["num_steps"] = check_steps(num_steps, operator.in_size())
-        arguments = (preconditioner, operator, settings)
-        made = call(_prepare, *arguments, name=name, execution=execution, throw=False)
-        preconditioner = made.preconditioner
-    settings |= {"preconditioner": preconditioner, "gradient": gradient}
-    determinant = logdet(operator, estimator, throw=False, **settings)
-    arguments = (operator, residual, initial, determinant, preconditioner, solver)
-    found = call(_log_prob, *arguments, name=name, execution=execution, throw=throw)
-    if ready or found.state is None:
-        return found
-    state = _State(freeze(preconditioner), found.state)
-    return dataclasses.replace(found, state=state)
+    check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
+    check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    arguments = _Call(
+        residual=residual,
+        initial=initial,
+        estimator=estimator,
+        gradient=gradient,
+        num_steps=num_steps,
+        preconditioner=preconditioner,
+        solver=solver,
+    )
+    made, inner = _earlier(preconditioner, state)
+    budget = budget_of(arguments.task(made), entered.size, k=k, key=key, state=inner)
+    if isinstance(budget, Budget):
+        budget = dataclasses.replace(budget, state=state)
+    settings = {"name": "gaussian_log_prob", "execution": execution, "throw": throw}
+    with raising_for_callbacks(budget) as budget:
+        return call(_log_prob, arguments, entered, budget, key, execution, **settings)
+
+
+def _earlier(
+    preconditioner: AbstractPreconditioning | None, state: Any
+) -> tuple[AbstractPreconditioning | None, Any]:
+    """The preconditioner of the run that this one goes on from, and the state of its
+    log-determinant."""
+    if preconditioner is None or state is None:
+        return preconditioner, state
+    if not isinstance(state, tuple):
+        raise ValueError(
+            "`state` must be of a call with the same kind of preconditioner. Found one "
+            f"of type {type(state).__name__}."
+        )
+    made, inner = state
+    return preconditioner if made is None else made, inner

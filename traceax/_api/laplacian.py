@@ -11,7 +11,8 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from .._core.checks import check_point, check_scalar_function
-from .._core.flat import dtypes, FlatFunction, flatten, freeze, from_flat, to_flat
+from .._core.code import FlatFunction
+from .._core.flat import FlatOperator, freeze, from_flat, to_flat
 from .._core.moments import Moments
 from .._core.quantity import Trace
 from .._core.sampler import draw, needed, RademacherSampler
@@ -19,7 +20,10 @@ from .._core.solution import Estimate, Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.taylor import second_derivative
 from .._operators.curvature import hessian
+from .._operators.door import enter, Facts, flatten
+from .._operators.tags import dtypes
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 
@@ -35,6 +39,7 @@ def laplacian(
     *,
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     throw: bool = True,
 ) -> tuple[Scalar, _Point, Solution]:
     """A function, its gradient and its Laplacian, the trace of its Hessian.
@@ -118,10 +123,14 @@ def laplacian(
         return fn(from_flat(vector, structure)).astype(dtype)
 
     size = operator.in_size()
-    traced = FlatFunction.of(flat_fn, size, dtype)
+    traced = FlatFunction.of(flat_fn, (size,), dtype)
     task = _Laplacian(fn=traced, point=to_flat(x, dtype))
-    settings = {"key": key, "execution": Local(), "throw": throw}
-    return value, gradient, solve(task, operator, k=size if k is None else k, **settings)
+    settings = {"key": key, "state": state, "execution": Local(), "throw": throw}
+    return (
+        value,
+        gradient,
+        solve(task, enter(operator), k=size if k is None else k, **settings),
+    )
 
 
 _REVERSE = (
@@ -166,7 +175,7 @@ class _Laplacian(AbstractTask):
         return HutchinsonEstimator().name
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         size, dtype = self.point.size, self.point.dtype
         value = self._along(lambda i: jax.nn.one_hot(i, size, dtype=dtype), size)
@@ -175,14 +184,14 @@ class _Laplacian(AbstractTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        if isinstance(k, Adaptive):
-            operator = hessian(self.fn, self.point)
-            return HutchinsonEstimator().run(operator, k, key, execution)
+        if isinstance(k, Budget):
+            flat = flatten(hessian(self.fn, self.point))
+            return HutchinsonEstimator().measure(Trace(), flat, k, key, execution)
         size, dtype = self.point.size, self.point.dtype
         # The sum over directions is made inside of the function, in its precision.
         scale = 2.0 ** -math.ceil(math.log2(k) / 2)
@@ -199,7 +208,7 @@ class _Laplacian(AbstractTask):
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
-            rounding=flatten(operator).rounding,
+            rounding=operator.rounding,
             magnitude=Trace().size(first, image),
             num_samples=k,
         )

@@ -1,30 +1,35 @@
 from __future__ import annotations
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
-from .._core.checks import check_hermitian, check_instance, check_is_operator, real_scalar
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance, real_scalar
+from .._core.flat import FlatOperator
 from .._core.moments import LogMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
 from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import bounds_around
+from .._functions.log_exponential import (
+    first_two_moments,
+    log_magnitude,
+    LogExponentialForm,
+    unbiased_log,
+)
 from .._krylov.lanczos import Lanczos
-from .._krylov.lanczos_recurrence import lanczos_run
 from .._numerics.dense import eigh
-from .._numerics.gram_schmidt import unit
-from .._quadrature.quadratic_form import span
-from .._quadrature.tridiagonal import apply_to_first, ritz
+from .._operators.checks import check_hermitian
+from .._operators.door import enter, Facts
+from .._quadrature.quadratic_form import spectral_range
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative, FirstOrderFrame
-from .._run.loop import stream, sum_over_rounds
+from .._run.loop import sum_over_rounds
 from .._run.solve import AbstractTask, solve
 from .._run.steps import (
     AdaptiveSteps,
@@ -35,64 +40,7 @@ from .._run.steps import (
     standard_error,
     Steps,
 )
-
-
-class _Run(eqx.Module):
-    """What Lanczos from one probe tells.
-
-    - `value`: the logarithm of the Gauss rule for `z* exp(s A) z`.
-    - `left`: the derivative of that in A is `Re(left* dA z)`.
-    - `error`: an estimate of that of the rule, in log units: twice the change by a step
-        less, or by as many steps again that repeat the last coefficients, whichever is
-        larger. The change by a single one is small where all steps gain little.
-    - `deviation`: that of `QuadraticForm`, over the exponential of `value`.
-    - `residual`, `extremes`: as in `QuadraticForm`.
-    """
-
-    value: Real[Array, ""]
-    left: Inexact[Array, " n"]
-    error: Real[Array, ""]
-    deviation: Real[Array, ""]
-    residual: Real[Array, ""]
-    extremes: Real[Array, 2]
-
-    @classmethod
-    def read(
-        cls, state: PyTree[Array], steps: Int[Array, ""] | int, scale: Real[Array, ""]
-    ) -> _Run:
-        run = lanczos_run(state, steps)
-        alpha, (beta, rest) = run.alpha, (run.beta.at[-1].set(0), run.beta[-1])
-
-        def gauss(alpha, beta):
-            nodes, vectors = ritz(alpha, beta)
-            return logsumexp(scale * nodes, b=vectors[0] ** 2), nodes, vectors
-
-        log, nodes, vectors = gauss(alpha, beta)
-        index, made = jnp.arange(2 * len(alpha)), run.last + 1
-        again = (index >= made) & (index < 2 * made)
-        alphas = jnp.where(again, alpha[run.last], jnp.pad(alpha, (0, len(alpha))))
-        coupled = (index >= run.last) & (index < 2 * made - 1)
-        betas = jnp.where(coupled, rest, jnp.pad(beta, (0, len(beta))))
-        after, *_ = gauss(jnp.where(index < 2 * made, alphas, alpha[0]), betas)
-        before, *_ = gauss(alpha, jnp.where(index[: len(beta)] == run.last - 1, 0, beta))
-        error = 2 * jnp.maximum(jnp.abs(after - log), jnp.abs(before - log))
-        # Shifted again, since the difference from the largest exponent may be below its
-        # roundoff.
-        weights = vectors[0] ** 2
-        exponents = jnp.where(weights > 0, scale * nodes, -jnp.inf)
-        shares = jnp.exp(exponents - jnp.max(exponents))
-        shares = shares / jnp.sum(weights * shares)
-        slope = apply_to_first(nodes, vectors, scale * shares)
-        size = unit(apply_to_first(nodes, vectors, shares * nodes))[1] * jnp.abs(scale)
-        residual = rest * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
-        return cls(
-            value=2 * jnp.log(run.norm) + log,
-            left=jnp.matmul(slope, run.basis, precision="highest") / run.norm,
-            error=jnp.where(rest > 0, error, 0),
-            deviation=jnp.sqrt(jnp.sum(weights * (shares - 1) ** 2)) / run.norm,
-            residual=residual,
-            extremes=nodes[jnp.array([0, -1])],
-        )
+from .._run.stream import stream
 
 
 class _LogTraceExp(AbstractTask):
@@ -116,29 +64,28 @@ class _LogTraceExp(AbstractTask):
     def fallback(self) -> str:
         return self.name
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        flat = flatten(operator)
-        eye = jnp.eye(flat.size, dtype=flat.dtype)
-        matrix = execution.matmat(flat.frozen, eye)
+        eye = jnp.eye(operator.size, dtype=operator.dtype)
+        matrix = execution.matmat(operator.frozen, eye)
         nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
         scale = self.scale.astype(nodes.dtype)
         value = logsumexp(scale * nodes)
         slopes = scale * jnp.exp(scale * nodes - value)
         left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
-        value = attach(flat, value, FirstOrderFrame(left, eye), execution=execution)
+        value = attach(operator, value, FirstOrderFrame(left, eye), execution=execution)
         zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
-        size = _magnitude(scale, extremes) + jnp.abs(value)
+        size = log_magnitude(scale, extremes) + jnp.abs(value)
         change = float(jnp.finfo(nodes.dtype).eps) * size
         return Estimate(
             value=value,
             std_err=zero,
             samples=value[None],
-            num_matvecs=flat.size,
+            num_matvecs=operator.size,
             rounding=0.0,
             extra={
                 "gradient_residual": zero[None],
@@ -151,12 +98,12 @@ class _LogTraceExp(AbstractTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = flatten(operator)
+        flat = operator
         scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
         krylov = self.krylov
 
@@ -173,18 +120,18 @@ class _LogTraceExp(AbstractTask):
             probe = draw(flat, index)
             state = krylov.start(flat, probe[:, 0], steps.most)
             state = krylov.advance(flat.frozen, state, 0, steps.made)
-            one = _Run.read(state, steps.made, scale)
+            one = LogExponentialForm.read(state, steps.made, scale)
             frame = FirstOrderFrame(one.left[:, None], probe)
             value = attach(flat, one.value, frame, execution=Local())
             return value, (one.error, one.extremes, one.residual)
 
         def reduce(outs, valid):
             samples, (_, extremes, _) = outs
-            return LogMoments.of(samples, valid), span(extremes)
+            return LogMoments.of(samples, valid), spectral_range(extremes)
 
         def merge(parts):
             moments, extremes = parts
-            return LogMoments.merge(moments), span(extremes, moments.count)
+            return LogMoments.merge(moments), spectral_range(extremes, moments.count)
 
         streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
         (moments, extremes), samples = streamed.summary, streamed.samples
@@ -193,28 +140,28 @@ class _LogTraceExp(AbstractTask):
 
         def live():
             # Of the mean and the mean square of the exponentials over their mean.
-            if isinstance(k, Adaptive):
+            if isinstance(k, Budget):
                 shape = k.num_rounds, k.round_size
                 indices = jnp.arange(len(samples)).reshape(shape)
-                powers = lambda flat, i: _powers(body(flat, i)[0] - value)  # noqa: E731
+                powers = lambda flat, i: first_two_moments(body(flat, i)[0] - value)  # noqa: E731
                 like = jnp.stack([value, value])
                 settings = streamed.loop.rounds, like, execution, steps.most
                 total = sum_over_rounds(powers, flat, indices, *settings)
             else:
-                total = jnp.sum(jax.vmap(_powers)(samples - value), axis=0)
+                total = jnp.sum(jax.vmap(first_two_moments)(samples - value), axis=0)
             first, second = total / streamed.count
-            return value + _unbiased_log(first, second, streamed.count)
+            return value + unbiased_log(first, second, streamed.count)
 
         errors, _, residuals = streamed.others
         shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
         error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
-        size = _magnitude(scale, extremes)
+        size = log_magnitude(scale, extremes)
 
         aimed = jnp.hypot(std_err, flat.rounding * size)
-        if isinstance(k, Adaptive):
-            aimed = k.tolerance(value)
+        if isinstance(k, Budget):
+            aimed = k.rule.tolerance(value)
         missed = error / 2 - flat.rounding * size
         taken, wide = steps.report(excess(missed, aimed) > 1)
         return Estimate(
@@ -242,7 +189,7 @@ def _choose(
     flat: FlatOperator,
     krylov: Lanczos,
     probe: Inexact[Array, " n"],
-    k: int | Adaptive,
+    k: int | Budget,
     execution: AbstractExecution,
     scale: Real[Array, ""],
 ) -> Int[Array, ""]:
@@ -250,36 +197,15 @@ def _choose(
     constant = jax.lax.stop_gradient(scale)
 
     def look(flat, state, made):
-        one = _Run.read(state, made, constant)
-        if isinstance(k, Adaptive):
-            aimed = k.tolerance(one.value)
+        one = LogExponentialForm.read(state, made, constant)
+        if isinstance(k, Budget):
+            aimed = k.rule.tolerance(one.value)
         else:
             aimed = standard_error(one.deviation, k)
-        size = _magnitude(constant, one.extremes)
+        size = log_magnitude(constant, one.extremes)
         return excess(one.error / 2 - flat.rounding * size, aimed)
 
     return choose_steps(adaptive, krylov, flat, probe, 4, look, execution)
-
-
-def _powers(log: Real[Array, ""]) -> Real[Array, 2]:
-    return jnp.exp(jnp.stack([log, 2 * log]))
-
-
-def _unbiased_log(
-    mean: Real[Array, ""], square: Real[Array, ""], count: Int[Array, ""] | int
-) -> Real[Array, ""]:
-    """The logarithm of a mean of samples, whose mean square is `square`, without its bias
-    of first order: `E log(x) = log(m) - Var(x) / (2 m^2)` for the mean m of x. It is used
-    for derivatives alone. There the bias is a relative one, of up to 6% with 10 samples,
-    and not, as that of the value, much below the error bar."""
-    variance = (square / mean**2 - 1) / jnp.maximum(count - 1, 1)
-    return jnp.log(mean) + variance / 2
-
-
-def _magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Array, ""]:
-    """What rounding is relative to: exponents, and their sum, a relative error of which
-    is an absolute one of its logarithm."""
-    return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
 
 
 def log_trace_exp(
@@ -289,6 +215,7 @@ def log_trace_exp(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     sampler: AbstractSampler = RademacherSampler(),
     window: int | None = None,
     execution: AbstractExecution = Local(),
@@ -336,7 +263,7 @@ def log_trace_exp(
         $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
         [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
         small beside the sampling error or the tolerance, found by one run more.
-    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `sampler`: the distribution of the probes. Default:
         [`traceax.RademacherSampler`][].
     - `window`: as for [`traceax.Lanczos`][].
@@ -387,9 +314,9 @@ def log_trace_exp(
         }
         ```
     """
-    check_is_operator(operator)
+    entered = enter(operator)
     check_hermitian(operator)
-    num_steps = check_steps(num_steps, operator.in_size())
+    num_steps = check_steps(num_steps, entered.size)
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
     task = _LogTraceExp(
         scale=real_scalar("scale", scale),
@@ -397,4 +324,6 @@ def log_trace_exp(
         sampler=sampler,
         krylov=Lanczos(window),
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

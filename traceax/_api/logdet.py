@@ -1,24 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
 from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
-from .._operators.determinant import SignLog, structured_log_det
+from .._functions.task import AbstractFunctionTask
+from .._operators.door import enter, EnteredOperator, Facts
 from .._preconditioners.base import AbstractPreconditioning
-from .._quadrature.functions import AbstractSpectralFunction, Log
+from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -26,59 +25,38 @@ from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
 
 
-class _LogDet(AbstractFunctionTask):
-    """An estimator of the log-determinant, with its settings."""
+class LogDet(AbstractFunctionTask):
+    """`log |det A|`: the trace of the logarithm of a positive definite A, or of the
+    negative of a negative definite one; of singular values for any other."""
 
-    estimator: AbstractFunctionEstimator
-    gradient: AbstractFunctionGradient
-    num_steps: int | AdaptiveSteps
+    def known(self, facts: Facts) -> Estimate | None:
+        if facts.determinant is None:
+            return None
+        sign, log = facts.determinant
+        return Estimate(
+            value=log,
+            std_err=jnp.zeros_like(log),
+            samples=log[None],
+            num_matvecs=0,
+            rounding=0.0,
+            result=failure(sign == 0, RESULTS.zero_determinant),
+            extra={"sign": sign},
+        )
 
-    def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
-    ) -> Estimate:
-        def dense(flat, function):
-            return exact_trace_of_function(flat, function, self.gradient, execution)
+    def operand(self, operator: FlatOperator) -> FlatOperator:
+        return operator.negated if operator.sign < 0 else operator
 
-        return _with_sign(operator, dense)
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        def estimated(flat, function):
-            return self.estimator.run(
-                flat,
-                function,
-                self.gradient,
-                k=k,
-                num_steps=self.num_steps,
-                key=key,
-                execution=execution,
-            )
-
-        return _with_sign(operator, estimated)
+    def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
+        if operator.sign != 0:
+            sign = jnp.asarray(float(operator.sign), estimate.value.dtype)
+            extra = estimate.extra | {"sign": sign**operator.size}
+            estimate = dataclasses.replace(estimate, extra=extra)
+        return _singular_if_zero(estimate)
 
 
-def _with_sign(
-    operator: lx.AbstractLinearOperator,
-    sum_of: Callable[[FlatOperator, AbstractSpectralFunction], Estimate],
-) -> Estimate:
-    """The estimate of `log |det A|`, as a sum over the spectrum where the structure of
-    the operator does not tell it, and the sign where that is known."""
-    if (determinant := structured_log_det(operator)) is not None:
-        return _from_structure(determinant)
-    if lx.is_positive_semidefinite(operator):
-        sign, estimate = 1.0, sum_of(flatten(operator), Log())
-    elif lx.is_negative_semidefinite(operator):
-        sign = (-1.0) ** operator.in_size()
-        estimate = sum_of(flatten(-operator), Log())
-    else:
-        return _singular_if_zero(sum_of(flatten(operator), SingularLog()))
-    extra = estimate.extra | {"sign": jnp.asarray(sign, estimate.value.dtype)}
-    return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
+def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
+    """The function of an operator whose trace is its log-determinant."""
+    return SingularLog() if operator.flat.sign == 0 else Log()
 
 
 def _singular_if_zero(estimate: Estimate) -> Estimate:
@@ -104,18 +82,6 @@ def _singular_if_zero(estimate: Estimate) -> Estimate:
     return estimate.map_bounds(lambda ends: ends.at[:, 0].set(infinite(ends[:, 0])))
 
 
-def _from_structure(determinant: SignLog) -> Estimate:
-    return Estimate(
-        value=determinant.log,
-        std_err=jnp.zeros_like(determinant.log),
-        samples=determinant.log[None],
-        num_matvecs=0,
-        rounding=0.0,
-        result=failure(determinant.sign == 0, RESULTS.zero_determinant),
-        extra={"sign": determinant.sign},
-    )
-
-
 def logdet(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractFunctionEstimator = SLQEstimator(),
@@ -123,6 +89,7 @@ def logdet(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -172,6 +139,7 @@ def logdet(
         the quadrature error is small beside the sampling error or the tolerance, found
         by one run more.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
+    - `state`: as for [`traceax.trace`][].
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
@@ -221,12 +189,19 @@ def logdet(
         many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
         for the exact answer; a product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator, second=estimator)
+    entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
-    task = _LogDet(estimator=estimator, gradient=gradient, num_steps=num_steps)
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    task = LogDet(
+        estimator=estimator,
+        function=logdet_function(entered),
+        gradient=gradient,
+        num_steps=num_steps,
+    )
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

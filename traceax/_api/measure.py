@@ -1,24 +1,27 @@
 from collections.abc import Callable
 
+import jax
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import check_instance, check_is_operator
+from .._core.checks import check_instance
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Solution
-from .._estimators.base import AbstractTraceEstimator, Measurement
+from .._estimators.base import AbstractEstimator, Measurement
+from .._operators.door import enter
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 
 
 def measure(
-    quantity: Callable[[lx.AbstractLinearOperator], AbstractQuantity],
+    quantity: Callable[[PyTree[jax.ShapeDtypeStruct]], AbstractQuantity],
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator,
+    estimator: AbstractEstimator,
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -26,7 +29,8 @@ def measure(
 
     **Arguments:**
 
-    - `quantity`: a function of the operator, checked, to an `AbstractQuantity`.
+    - `quantity`: a function of the structure of the vectors that the operator applies
+        to, a PyTree of `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
     - the others: as for [`traceax.trace`][].
 
     **Returns:**
@@ -38,7 +42,9 @@ def measure(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate this quantity.
     """
-    check_is_operator(operator, second=estimator)
-    check_instance("estimator", estimator, AbstractTraceEstimator, "XTraceEstimator()")
-    task = Measurement(estimator=estimator, quantity=quantity(operator))
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    entered = enter(operator, second=estimator)
+    check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
+    task = Measurement(estimator=estimator, quantity=quantity(entered.structure))
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

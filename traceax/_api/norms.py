@@ -3,13 +3,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import check_instance, operator_first
+from .._core.checks import check_instance
 from .._core.quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
 from .._core.solution import Solution
-from .._estimators.base import AbstractTraceEstimator, Measurement
+from .._estimators.base import AbstractEstimator, Measurement
 from .._estimators.hutchinson import HutchinsonEstimator
+from .._operators.checks import operator_first
+from .._operators.door import enter
 from .._operators.stacked import stacked
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -20,10 +22,11 @@ from .measure import measure
 @operator_first
 def frobenius_norm(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -51,8 +54,8 @@ def frobenius_norm(
 
     **Arguments:**
 
-    - `operator`, `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]. `k`
-        counts products with the adjoint, too.
+    - `operator`, `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
+        `k` counts products with the adjoint, too.
     - `estimator`: one whose samples are products with random vectors, as
         [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
         is given the operator $A A^*$, tagged positive semidefinite.
@@ -70,17 +73,19 @@ def frobenius_norm(
     Errors as [`traceax.trace`][].
     """
     quantity = lambda _: FrobeniusNorm()  # noqa: E731
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(quantity, operator, estimator, **settings)
 
 
 @operator_first
 def row_norms(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -109,7 +114,7 @@ def row_norms(
 
     **Arguments:**
 
-    - `operator`, `estimator`, `k`, `key`, `execution`, `throw`: as for
+    - `operator`, `estimator`, `k`, `key`, `state`, `execution`, `throw`: as for
         [`traceax.frobenius_norm`][], with estimators of the diagonal.
 
     **Returns:**
@@ -128,16 +133,18 @@ def row_norms(
     Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(RowNorms.of, operator, estimator, **settings)
 
 
 def frobenius_products(
     operators: Sequence[lx.AbstractLinearOperator],
-    estimator: AbstractTraceEstimator = HutchinsonEstimator(),
+    estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -168,7 +175,7 @@ def frobenius_products(
     - `operators`: a list of p square operators, of the same structure and dtype.
     - `estimator`: one whose samples are products with random vectors. Default:
         [`traceax.HutchinsonEstimator`][].
-    - `k`, `key`, `execution`, `throw`: as for [`traceax.trace`][]; with
+    - `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]; with
         [`traceax.Adaptive`][] the errors of all entries together are compared with the
         tolerance.
 
@@ -205,10 +212,16 @@ def frobenius_products(
             f"Found an object of type {type(operators).__name__}, empty or no list. "
             "Pass, for example, `[first, second]`."
         )
-    check_instance(
-        "estimator", estimator, AbstractTraceEstimator, "HutchinsonEstimator()"
-    )
+    check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
     stack = stacked({f"operators[{i}]": each for i, each in enumerate(operators)})
     quantity = FrobeniusProducts(len(operators))
     task = Measurement(estimator=estimator, quantity=quantity)
-    return solve(task, stack, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task,
+        enter(stack, square=False),
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )

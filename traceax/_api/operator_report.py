@@ -2,7 +2,7 @@ from typing import Any
 
 import equinox as eqx
 
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
 
 
 class OperatorReport(eqx.Module):
@@ -57,7 +57,7 @@ class OperatorReport(eqx.Module):
     ritz_values: tuple[float, float] | None = None
     semidefinite: bool | None = None
     tag: Any = None
-    estimator: AbstractTraceEstimator | None = None
+    estimator: AbstractEstimator | None = None
 
     @property
     def successful(self) -> bool:

@@ -8,17 +8,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.core import Tracer
-from jaxtyping import Array, Bool, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import FlatOperator, flatten, needing_adjoint
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator, needing_adjoint
+from .._core.jax_interfaces import Tracer
 from .._core.quantity import SchattenNorm
 from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._functions.task import AbstractFunctionTask
+from .._operators.checks import check_is_operator
+from .._operators.door import enter
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
@@ -30,46 +32,17 @@ class _Schatten(AbstractFunctionTask):
     """An estimator of the sum of powers of the singular values of an operator with at
     least as many rows as columns."""
 
-    estimator: AbstractFunctionEstimator
     function: SingularPower
-    num_steps: int | AdaptiveSteps
     quantity: SchattenNorm = eqx.field(kw_only=True)
 
-    def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
-    ) -> Estimate:
-        flat, gradient = flatten(operator), LanczosGradient()
-        estimate = exact_trace_of_function(flat, self.function, gradient, execution)
-        return self._checked(flat, estimate)
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        flat = flatten(operator)
-        estimate = self.estimator.run(
-            flat,
-            self.function,
-            LanczosGradient(),
-            quantity=self.quantity,
-            k=k,
-            num_steps=self.num_steps,
-            key=key,
-            execution=execution,
-        )
-        return self._checked(flat, estimate)
-
-    def _checked(self, flat: FlatOperator, estimate: Estimate) -> Estimate:
+    def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, infinite where it underflowed, with a derivative of NaN where the
         norm has none, and with an error of the lower bound that is one downward."""
         smallest, largest = estimate.extra["ritz_values"]
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
         if self.function.exponent < 1:
-            roundoff = flat.rounding * largest
+            roundoff = operator.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
         estimate = dataclasses.replace(estimate, value=value)
         return estimate.map_bounds(
@@ -99,6 +72,7 @@ def schatten_norm(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -140,7 +114,7 @@ def schatten_norm(
         are those of the norm.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
-    - `key`, `execution`, `throw`: as for [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
 
     **Returns:**
 
@@ -205,10 +179,19 @@ def schatten_norm(
     task = _Schatten(
         estimator=estimator,
         function=SingularPower(p),
+        gradient=LanczosGradient(),
         num_steps=num_steps,
         quantity=SchattenNorm(p),
     )
-    return solve(task, tall, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task,
+        enter(tall, square=False),
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )
 
 
 def _check_power(p: Any) -> float:

@@ -7,26 +7,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.core import Tracer
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, PRNGKeyArray, Real, Scalar
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import (
-    check_hermitian,
-    check_instance,
-    check_is_operator,
-    check_key,
-    check_positive,
-    check_window,
-)
-from .._core.flat import flatten
+from .._core.checks import check_instance, check_key, check_positive, check_window
+from .._core.jax_interfaces import Tracer
 from .._core.moments import Moments
 from .._core.results import failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
 from .._krylov.lanczos_recurrence import lanczos
+from .._operators.checks import check_hermitian
+from .._operators.door import enter
 from .._quadrature.tridiagonal import ritz
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 
@@ -184,7 +178,7 @@ def _measure(operator, k, num_steps, key, sampler, window, execution) -> Spectra
         nodes, vectors = ritz(run.alpha, run.beta)
         return jnp.stack([nodes, vectors[0] ** 2])
 
-    flat = flatten(operator).frozen
+    flat = operator.open()[0].frozen
     rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
     result = failure(~jnp.all(jnp.isfinite(rules)), RESULTS.nonfinite_product)
     return SpectralDensity(rules[:, 0], rules[:, 1], k * num_steps, result)
@@ -293,18 +287,18 @@ def spectral_density(
         }
         ```
     """
-    check_is_operator(operator)
+    entered = enter(operator)
     check_hermitian(operator)
     check_key(key)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         raise ValueError(
             "`spectral_density` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
             "Pass the number of probes, an integer."
         )
     k = check_positive("k", k)
-    num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
+    num_steps = min(check_positive("num_steps", num_steps), entered.size)
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
     window = check_window(window)
-    arguments = (operator, k, num_steps, key, sampler, window, execution)
+    arguments = (entered, k, num_steps, key, sampler, window, execution)
     name = "spectral_density"
     return call(_measure, *arguments, name=name, execution=execution, throw=throw)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import operator_first
 from .._core.quantity import Trace
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
-from .._estimators.base import AbstractTraceEstimator
+from .._estimators.base import AbstractEstimator
+from .._operators.checks import operator_first
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
@@ -16,10 +16,11 @@ from .measure import measure
 @operator_first
 def trace(
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -53,6 +54,10 @@ def trace(
         [`traceax.Adaptive`][]: as many as it takes to reach a tolerance.
     - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`. Not
         needed where nothing is random.
+    - `state`: `solution.state` of an earlier call with [`traceax.Adaptive`][], from which
+        this one goes on. Estimator, settings, key, `norm` and `round_size` must be the
+        same, and so must the operator, which is not checked; `max_k` must not be smaller.
+        Numbers of steps and ranks that were chosen automatically stay as they are.
     - `execution`: where and how many at a time products are made. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
@@ -83,5 +88,6 @@ def trace(
         met, or asks for less than rounding errors.
     """
     quantity = lambda _: Trace()  # noqa: E731
-    settings = {"k": k, "key": key, "execution": execution, "throw": throw}
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
     return measure(quantity, operator, estimator, **settings)

@@ -7,14 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
-from .._core.flat import dtypes, FlatOperator, flatten, is_hermitian
+from .._core.flat import FlatOperator
 from .._core.results import first_failure
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
-from .._functions.base import AbstractFunctionTask
 from .._functions.gradients import LanczosGradient
 from .._functions.preconditioned import (
     check_logarithm,
@@ -22,43 +21,50 @@ from .._functions.preconditioned import (
     Prepared,
 )
 from .._functions.slq import SLQEstimator
+from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
+from .._operators.door import enter, Facts
 from .._operators.stacked import stacked
+from .._operators.tags import is_hermitian
 from .._preconditioners.base import AbstractPreconditioning, Congruence
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import worst
 from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_steps, exact_limit
 
 
 class _TraceDifference(AbstractFunctionTask):
     """Of two operators that are stacked, with the settings of one call."""
 
     estimator: SLQEstimator
-    function: AbstractSpectralFunction
-    num_steps: int | AdaptiveSteps
-    preconditioner: AbstractPreconditioning | None
-    hermitian: bool = eqx.field(static=True)
+    preconditioner: AbstractPreconditioning | None = eqx.field(kw_only=True)
+    hermitian: bool = eqx.field(static=True, kw_only=True)
 
-    def _flat(self, operator: lx.AbstractLinearOperator) -> FlatOperator:
-        return dataclasses.replace(flatten(operator), hermitian=self.hermitian)
+    def exact_limit(self, operator: FlatOperator) -> int:
+        return exact_limit(self.num_steps, orthogonal=self.hermitian)
+
+    def _both(self, operator: FlatOperator) -> FlatOperator:
+        return dataclasses.replace(operator, hermitian=self.hermitian)
 
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        settings = self.function, LanczosGradient(), execution
+        settings = self.function, self.gradient, execution
         a, b = (
             exact_trace_of_function(each, *settings)
-            for each in unstack(self._flat(operator))
+            for each in unstack(self._both(operator))
         )
         assert a.bounds is not None
         assert b.bounds is not None
         value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
         extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
-        extra = entries_without_probes(self.function, value.real, worst(extremes))
+        extra = entries_without_probes(
+            self.function, value.real, critical_extremes(extremes)
+        )
         return dataclasses.replace(
             a,
             value=value,
@@ -72,12 +78,12 @@ class _TraceDifference(AbstractFunctionTask):
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, estimator, spent = self._flat(operator), self.estimator, 0
+        flat, estimator, spent = self._both(operator), self.estimator, 0
         prepared = None
         call: dict[str, Any] = {"k": k, "num_steps": self.num_steps}
         call |= {"key": key, "execution": execution}
@@ -90,7 +96,7 @@ class _TraceDifference(AbstractFunctionTask):
             flat = dataclasses.replace(flat, fn=fn)
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
-        estimate = estimator.run(flat, self.function, LanczosGradient(), **call)
+        estimate = estimator.run(flat, self.function, self.gradient, **call)
         state = estimate.state if prepared is None else prepared.state(estimate.state)
         spent = spent + estimate.num_matvecs
         return dataclasses.replace(estimate, num_matvecs=spent, state=state)
@@ -105,6 +111,7 @@ def trace_difference(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -143,7 +150,7 @@ def trace_difference(
 
     - `operator`, `other`: A and B, square, of the same structure and dtype. Tags as for
         [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
-    - `function`, `k`, `num_steps`, `key`, `execution`, `throw`: as for
+    - `function`, `k`, `num_steps`, `key`, `state`, `execution`, `throw`: as for
         [`traceax.trace_of_function`][]. A tolerance is that of the difference.
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound for both.
     - `preconditioner`: P, as for [`traceax.logdet`][], where the function is
@@ -171,17 +178,21 @@ def trace_difference(
     `ValueError` where structures differ.
     """
     both = stacked({"operator": operator, "other": other})
-    num_steps = check_steps(num_steps, operator.in_size())
+    entered = enter(both, square=False)
+    num_steps = check_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:
-        check_preconditioner(preconditioner, operator.in_size())
+        check_preconditioner(preconditioner, entered.size)
     hermitian = is_hermitian(operator) and is_hermitian(other)
-    function = as_spectral_function(function, dtypes(operator)[0], hermitian=hermitian)
+    function = as_spectral_function(function, entered.flat.dtype, hermitian=hermitian)
     task = _TraceDifference(
         estimator=estimator,
         function=function,
+        gradient=LanczosGradient(),
         num_steps=num_steps,
         preconditioner=preconditioner,
         hermitian=hermitian,
     )
-    return solve(task, both, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

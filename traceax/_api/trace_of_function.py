@@ -4,56 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import dtypes, flatten, is_hermitian
-from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import exact_trace_of_function
-from .._functions.base import AbstractFunctionEstimator, AbstractFunctionTask
+from .._core.checks import check_instance
+from .._core.solution import Solution
+from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._functions.task import TraceOfFunction
+from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps, exact_limit
-
-
-class _TraceOfFunction(AbstractFunctionTask):
-    """An estimator of the trace of a function, with its settings."""
-
-    function: AbstractSpectralFunction
-    estimator: AbstractFunctionEstimator
-    gradient: AbstractFunctionGradient
-    num_steps: int | AdaptiveSteps
-
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
-        return exact_limit(self.num_steps, orthogonal=is_hermitian(operator))
-
-    def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
-    ) -> Estimate:
-        flat = flatten(operator)
-        return exact_trace_of_function(flat, self.function, self.gradient, execution)
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.estimator.run(
-            flatten(operator),
-            self.function,
-            self.gradient,
-            k=k,
-            num_steps=self.num_steps,
-            key=key,
-            execution=execution,
-        )
+from .._run.steps import AdaptiveSteps, check_steps
 
 
 def trace_of_function(
@@ -64,6 +29,7 @@ def trace_of_function(
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -107,7 +73,7 @@ def trace_of_function(
         it takes to reach a tolerance.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
-    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
         run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
         `Inverse` without a shift, and negative whole powers.
@@ -139,13 +105,15 @@ def trace_of_function(
         as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
         large for the exact answer; a product was not finite; a tolerance was not reached.
     """
-    check_is_operator(operator, second=function)
+    entered = enter(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, operator.in_size(), estimator.most_steps)
+    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    dtype, hermitian = dtypes(operator)[0], is_hermitian(operator)
-    function = as_spectral_function(function, dtype, hermitian=hermitian)
-    task = _TraceOfFunction(
+    flat = entered.flat
+    function = as_spectral_function(function, flat.dtype, hermitian=flat.hermitian)
+    task = TraceOfFunction(
         estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
     )
-    return solve(task, operator, k=k, key=key, execution=execution, throw=throw)
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

@@ -1,131 +1,19 @@
 """What calls check of their arguments before anything is traced."""
 
+import contextlib
 import functools as ft
 import numbers
 import operator as _builtin
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Real
 
-from .flat import check_spaces, check_square, is_complex, is_hermitian
-
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`fn`, with an error that explains our order of arguments to callers who use another
-    one, as in `trace(key, operator, k, estimator)`."""
-
-    @ft.wraps(fn)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if len(args) > 2 or (args and _is_key(args[0])):
-            found = ", ".join(type(each).__name__ for each in args)
-            raise TypeError(
-                f"`traceax.{fn.__name__}` takes the operator first and all but the "
-                f"estimator by name. Found positional arguments of the types {found}. "
-                f"Call `traceax.{fn.__name__}(operator, estimator, k=k, key=key)`."
-            )
-        return fn(*args, **kwargs)
-
-    return checked
-
-
-_UNTRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-)
-_ON_HOST = (
-    "Wrap a product that is made outside of JAX as `lineax.FunctionLinearOperator("
-    "lambda v: jax.pure_callback(lambda v: (matrix @ np.asarray(v)).astype(v.dtype), v, "
-    "v, vmap_method='sequential'), jax.ShapeDtypeStruct((n,), dtype))`. See the guide "
-    '"Products made on the host".'
-)
-
-
-def check_is_operator(
-    operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
-) -> None:
-    """Raise unless it is an operator of vectors of one kind; `second` is the argument
-    that comes after it."""
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        fix = _how_to_wrap(operator)
-        if isinstance(second, lx.AbstractLinearOperator):
-            fix = "The operator comes first: exchange it and the argument before it."
-        raise TypeError(
-            f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of "
-            f"type {_type_name(operator)}. {fix}"
-        )
-    for matrix in _matrices(operator):
-        if not eqx.is_array_like(matrix) and hasattr(matrix, "__matmul__"):
-            raise TypeError(
-                f"`{name}` must hold arrays. Found a `lineax.MatrixLinearOperator` of an "
-                f"object of type {_type_name(matrix)}. {_how_to_wrap(matrix)}"
-            )
-    try:
-        check_square(operator, name) if square else check_spaces(operator, name)
-    except _UNTRACEABLE as error:
-        raise TypeError(
-            f"The product of `{name}` must be one that JAX can trace. Found one that "
-            "needs the numbers that a traced array will have. Use `jnp` in the place of "
-            f"`numpy` and `math`. {_ON_HOST}"
-        ) from error
-
-
-def _type_name(x: Any) -> str:
-    """With its module, since other libraries have classes of the same name as lineax."""
-    kind = type(x)
-    plain = kind.__module__ == "builtins" or eqx.is_array_like(x)
-    return kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _how_to_wrap(x: Any) -> str:
-    function = "`lineax.FunctionLinearOperator({}, jax.ShapeDtypeStruct((n,), dtype))`"
-    if eqx.is_array_like(x):
-        return "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
-    if isinstance(x, list | tuple):
-        return "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
-    if type(x).__module__.startswith("jax."):
-        product = function.format("lambda v: matrix @ v")
-        return f"Wrap the product of a sparse matrix as {product}."
-    if hasattr(x, "__matmul__"):
-        return _ON_HOST
-    if callable(x):
-        return f"Wrap a function `v -> A v` as {function.format('function')}."
-    return (
-        f"Wrap its product as {function.format('function')}, by a callback if JAX cannot "
-        "trace it."
-    )
-
-
-def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
-    """Those that the operator stores, and of which it is made."""
-    found = [operator.matrix] if isinstance(operator, lx.MatrixLinearOperator) else []
-    for name in ("operator", "operator1", "operator2"):
-        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
-            found += _matrices(part)
-    return found
-
-
-def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
-    """Raise unless the operator is Hermitian, and says so."""
-    if is_hermitian(operator):
-        return
-    tag = "traceax.hermitian_tag" if is_complex(operator) else "lineax.symmetric_tag"
-    raise ValueError(
-        "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "
-        f"{type(operator).__name__} without one. If it is, wrap it: "
-        f"`lineax.TaggedLinearOperator(operator, {tag})`, or "
-        "`lineax.positive_semidefinite_tag` where that holds."
-    )
+from .jax_interfaces import Tracer
 
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
@@ -272,7 +160,7 @@ def check_window(window: Any) -> int | None:
 
 
 def check_key(key: Any) -> None:
-    if key is None or _is_key(key):
+    if key is None or is_key(key):
         return
     shape = f" of shape {key.shape}" if eqx.is_array(key) else ""
     raise TypeError(
@@ -282,7 +170,21 @@ def check_key(key: Any) -> None:
     )
 
 
-def _is_key(x: Any) -> bool:
+@contextlib.contextmanager
+def needing_wide_integers() -> Iterator[None]:
+    """For what indexes long vectors, with an error that says what to do where an index
+    does not fit into 32 bits."""
+    try:
+        yield
+    except OverflowError as error:
+        raise ValueError(
+            "Operators of more than 2^31 - 1 rows need integers of 64 bits: "
+            "`jax.config.update('jax_enable_x64', True)`. Arrays in float32 stay in it. "
+            f"JAX says: {error}"
+        ) from error
+
+
+def is_key(x: Any) -> bool:
     if not eqx.is_array(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

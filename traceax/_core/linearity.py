@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .jax_interfaces import Jaxpr, JaxprEqn, Literal
 
 
 class _Kind(enum.IntEnum):

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, Inexact, PyTree, Real
 
@@ -119,8 +118,7 @@ class _Structured(AbstractQuantity):
     shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
 
     @classmethod
-    def of(cls, operator: lx.AbstractLinearOperator) -> "_Structured":
-        structure = operator.out_structure()
+    def of(cls, structure: PyTree[jax.ShapeDtypeStruct]) -> "_Structured":
         shapes = tuple(leaf.shape for leaf in tree_leaves(structure))
         return cls(treedef=tree_structure(structure), shapes=shapes)
 

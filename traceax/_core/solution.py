@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
+from .jax_interfaces import Tracer
 from .moments import sampling_quantiles
 from .results import RESULTS
 

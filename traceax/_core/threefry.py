@@ -9,12 +9,13 @@ fuses the rounds, but which it does not compute again in each place that reads i
 import math
 
 import jax
-import jax.extend.random as jer
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, PRNGKeyArray, UInt32
+
+from .jax_interfaces import define_prng_impl, threefry_prng_impl
 
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -48,7 +49,7 @@ def _first(shape: tuple[int, ...]) -> Bool[Array, "..."]:
 def _bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
     if size >= 2**32:
-        return jer.threefry_prng_impl.random_bits(key, bit_width, shape)
+        return threefry_prng_impl.random_bits(key, bit_width, shape)
     words = _hashed(key, lax.iota(jnp.uint32, size).reshape(shape))
     dtype = jnp.dtype(f"uint{max(bit_width, 32)}")
     if bit_width == 64:
@@ -67,9 +68,9 @@ def _split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(_hashed(key, counts), 0, -1)
 
 
-_FAST = jer.define_prng_impl(
+_FAST = define_prng_impl(
     key_shape=(2,),
-    seed=jer.threefry_prng_impl.seed,
+    seed=threefry_prng_impl.seed,
     split=_split,
     random_bits=_bits,
     fold_in=_fold_in,

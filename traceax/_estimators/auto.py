@@ -3,13 +3,16 @@ from typing import ClassVar
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 
-from .._core.checks import check_is_operator, check_positive
-from .._core.quantity import AbstractQuantity, Trace
+from .._core.checks import check_positive
+from .._core.flat import FlatOperator
+from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
-from .._run.adaptive import Adaptive, first_budget
-from .._run.exact import exact_cost
+from .._operators.checks import check_is_operator
+from .._operators.diagonal import diagonal_cost
+from .._operators.tags import sign_of
+from .._run.budget import Budget, first_budget
 from .._run.execution import AbstractExecution
-from .base import AbstractQuantityEstimator, AbstractTraceEstimator
+from .base import AbstractEstimator
 from .exact import ExactTraceEstimator
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
@@ -18,7 +21,7 @@ from .xtrace import XTraceEstimator
 
 def select_trace_estimator(
     operator: lx.AbstractLinearOperator, k: int
-) -> AbstractTraceEstimator:
+) -> AbstractEstimator:
     """The estimator that [`traceax.AutoTraceEstimator`][] uses for `operator` and `k`.
 
     1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the exact trace;
@@ -57,26 +60,24 @@ def select_trace_estimator(
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
     check_is_operator(operator)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
         )
-    return _select(Trace(), operator, check_positive("k", k))
-
-
-def _select(
-    quantity: AbstractQuantity, operator: lx.AbstractLinearOperator, k: int
-) -> AbstractTraceEstimator:
-    if exact_cost(quantity, operator) <= k:
+    if diagonal_cost(operator) <= check_positive("k", k):
         return ExactTraceEstimator()
-    if lx.is_positive_semidefinite(operator) or lx.is_negative_semidefinite(operator):
+    return _select(sign_of(operator), k)
+
+
+def _select(sign: int, k: int) -> AbstractEstimator:
+    if sign != 0:
         return XNysTraceEstimator()
     if k >= XTraceEstimator.min_matvecs:
         return XTraceEstimator()
     return HutchinsonEstimator()
 
 
-class AutoTraceEstimator(AbstractQuantityEstimator):
+class AutoTraceEstimator(AbstractEstimator):
     """Picks an estimator from the operator's tags and the budget, before any product.
 
     The choice is that of [`traceax.select_trace_estimator`][], for `k` or, with
@@ -99,17 +100,17 @@ class AutoTraceEstimator(AbstractQuantityEstimator):
     """
 
     min_matvecs: ClassVar[int] = 1
+    takes_known_diagonal: ClassVar[bool] = True
 
     def measure(
         self,
         quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        budget = first_budget(k)
-        chosen = _select(quantity, operator, budget)
+        chosen = _select(operator.sign, first_budget(k))
         return chosen.measure(quantity, operator, k, key, execution)
 
 

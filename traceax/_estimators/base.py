@@ -10,23 +10,24 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from .._core.checks import check_instance, check_is_operator
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator
 from .._core.moments import FEW_SIGNS, SignMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
+from .._operators.door import enter, Facts
 from .._operators.gram import gram
-from .._run.adaptive import Adaptive
-from .._run.exact import exact
+from .._run.budget import Budget
+from .._run.exact import exact, exact_from_diagonal
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach_derivative
-from .._run.loop import stream
 from .._run.solve import AbstractTask, solve
+from .._run.stream import stream
 
 
-class AbstractTraceEstimator(eqx.Module):
-    """An estimator of the trace, and maybe of other quantities. Hand one to
+class AbstractEstimator(eqx.Module):
+    """An estimator of the trace and other quantities. Hand one to
     [`traceax.trace`][] or [`traceax.diagonal`][].
 
     To write one, subclass [`traceax.AbstractStreamingEstimator`][] (independent samples)
@@ -41,14 +42,14 @@ class AbstractTraceEstimator(eqx.Module):
         import jax.numpy as jnp
         import traceax as tx
 
-        class Frugal(tx.AbstractTraceEstimator):
+        class Frugal(tx.AbstractEstimator):
             # XTrace, or Hutchinson where its arrays would not fit.
             min_matvecs: ClassVar[int] = 2
 
-            def run(self, operator, k, key, execution):
-                fits = operator.in_size() < 10**6
+            def measure(self, quantity, operator, k, key, execution):
+                fits = operator.size < 10**6
                 chosen = tx.XTraceEstimator() if fits else tx.HutchinsonEstimator()
-                return chosen.run(operator, k, key, execution)
+                return chosen.measure(quantity, operator, k, key, execution)
 
         operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
         solution = tx.trace(operator, Frugal(), k=10, key=jax.random.key(0))
@@ -60,10 +61,13 @@ class AbstractTraceEstimator(eqx.Module):
     - `min_matvecs`: the smallest `k` that it works with.
     - `quadratic`: whether it estimates norms by itself. Other estimators estimate norms
         from the operator $A A^*$.
+    - `takes_known_diagonal`: whether the exact answer, where the diagonal of the operator
+        is known from fewer than `k` products, takes the place of an estimate.
     """
 
     min_matvecs: eqx.AbstractClassVar[int]
     quadratic: ClassVar[bool] = False
+    takes_known_diagonal: ClassVar[bool] = False
     fallback: ClassVar[str] = "HutchinsonEstimator"
 
     @property
@@ -71,42 +75,34 @@ class AbstractTraceEstimator(eqx.Module):
         return type(self).__name__
 
     @abc.abstractmethod
-    def run(
+    def measure(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        quantity: AbstractQuantity,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """Estimate the trace.
+        """Estimate a quantity of an operator.
 
         **Arguments:**
 
-        - `operator`: a square operator of size n, checked.
+        - `quantity`: what to estimate, such as the trace.
+        - `operator`: a square operator of size n, as a map of flat vectors.
         - `k`: the budget of matrix-vector products, a number below n or adaptive.
         - `key`: a JAX PRNG key, or `None` if the caller gave none.
         - `execution`: where products are to be made.
 
         **Returns:**
 
-        An `Estimate`: the value, its standard error and the samples that it is the mean
-        of. From at most `k` products.
-        """
+        An `Estimate` of `traceax.internal`: the value, of the shape of what the quantity
+        reads, its standard error, and the samples that it is the mean of. From at most
+        `k` products.
 
-    def measure(
-        self,
-        quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        """`run`, for any quantity; with `run` alone an estimator knows the trace."""
-        if not isinstance(quantity, Trace):
-            raise refusal(self, quantity)
-        if isinstance(k, Adaptive) and quantity != Trace():
-            raise refusal(self, quantity, adaptive=True)
-        return self.run(operator, k, key, execution)
+        **Raises:**
+
+        `ValueError` for a quantity that it does not estimate.
+        """
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -125,9 +121,10 @@ class AbstractTraceEstimator(eqx.Module):
 
         Errors as [`traceax.trace`][].
         """
-        check_is_operator(operator)
         task = Measurement(estimator=self, quantity=Trace())
-        solution = solve(task, operator, k=k, key=key, execution=Local(), throw=True)
+        settings = {"k": k, "key": key, "state": None}
+        settings |= {"execution": Local(), "throw": True}
+        solution = solve(task, enter(operator), **settings)
         return solution.value, solution.stats
 
     def __call__(
@@ -137,45 +134,14 @@ class AbstractTraceEstimator(eqx.Module):
         return self.estimate(key, operator, k)
 
 
-class AbstractQuantityEstimator(AbstractTraceEstimator):
-    """An estimator that is written for any quantity, of which the trace is one."""
-
-    def run(
-        self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        return self.measure(Trace(), operator, k, key, execution)
-
-    @abc.abstractmethod
-    def measure(
-        self,
-        quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        """Estimate a quantity.
-
-        **Arguments:**
-
-        - `quantity`: what to estimate.
-        - the others: as for `run`.
-
-        **Returns:**
-
-        An `Estimate` of `traceax.internal`, whose value has the shape of what the
-        quantity reads.
-        """
+# The name in traceax 1.0.
+AbstractTraceEstimator = AbstractEstimator
 
 
 class Measurement(AbstractTask):
     """An estimator, and what it is to estimate."""
 
-    estimator: AbstractTraceEstimator
+    estimator: AbstractEstimator
     quantity: AbstractQuantity
 
     @property
@@ -195,15 +161,22 @@ class Measurement(AbstractTask):
     def name(self) -> str:
         return self.estimator.name
 
+    def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
+        if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
+            return facts.diagonal_cost
+        return operator.size
+
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
+        if self.quantity.diagonal_only and facts.diagonal is not None:
+            return exact_from_diagonal(self.quantity, facts.diagonal, facts.diagonal_cost)
         return exact(self.quantity, operator, execution)
 
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
@@ -212,7 +185,7 @@ class Measurement(AbstractTask):
         quantity = self.quantity.of_gram()
         if quantity is None:
             raise refusal(self.estimator, self.quantity)
-        k = k.halved() if isinstance(k, Adaptive) else k // 2
+        k = k.halved() if isinstance(k, Budget) else k // 2
         estimate = self.estimator.measure(quantity, gram(operator), k, key, execution)
         return dataclasses.replace(
             estimate,
@@ -223,7 +196,7 @@ class Measurement(AbstractTask):
 
 
 def refusal(
-    estimator: AbstractTraceEstimator,
+    estimator: AbstractEstimator,
     quantity: AbstractQuantity,
     *,
     adaptive: bool = False,
@@ -246,7 +219,7 @@ def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
     return not (quantity.entrywise and sampler.unit_modulus)
 
 
-class AbstractStreamingEstimator(AbstractQuantityEstimator):
+class AbstractStreamingEstimator(AbstractEstimator):
     """An estimator whose samples are independent, one from each probe.
 
     It holds one block of probes of its `sampler` at a time, in the backward pass too,
@@ -304,37 +277,37 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
     def measure(
         self,
         quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, skewed = flatten(operator), is_skewed(quantity, self.sampler)
-        first = max(k.round_size, k.min_samples) if isinstance(k, Adaptive) else k
+        skewed = is_skewed(quantity, self.sampler)
+        first = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
         few = first < FEW_SIGNS and self.sampler.unit_modulus
-        near = 0.2 if quantity.comparable(flat.hermitian) else 0.0
+        near = 0.2 if quantity.comparable(operator.hermitian) else 0.0
 
         # The backward pass draws a block's probes again instead of storing them all. What
         # is traced is passed, and not closed over, which would look like a leak of it.
         @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
-        def of_probe(flat, index, key):
-            probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            return self._read(quantity, flat, probe, few)
+        def of_probe(operator, index, key):
+            probe = draw_for(operator, self.sampler, key, index[None])[:, 0]
+            return self._read(quantity, operator, probe, few)
 
-        def body(flat, index):
-            return of_probe(flat, index, key)
+        def body(operator, index):
+            return of_probe(operator, index, key)
 
         def reduce(outs, valid):
             samples, (size, marks) = outs
-            settings = {"skewed": skewed, "rounding": flat.rounding, "near": near}
+            settings = {"skewed": skewed, "rounding": operator.rounding, "near": near}
             return (SignMoments.of(samples, size, marks, valid, **settings),)
 
         def merge(parts):
             return (SignMoments.merge(parts[0]),)
 
-        scalar = eqx.filter_eval_shape(body, flat, jnp.zeros((), int))[0].ndim == 0
+        scalar = eqx.filter_eval_shape(body, operator, jnp.zeros((), int))[0].ndim == 0
         streamed = stream(
-            body, reduce, merge, flat, k, execution, keep=scalar, quantity=quantity
+            body, reduce, merge, operator, k, execution, keep=scalar, quantity=quantity
         )
         (moments,) = streamed.summary
         return Estimate(
@@ -342,7 +315,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
             std_err=moments.std_err(),
             samples=streamed.samples,
             num_matvecs=streamed.count,
-            rounding=flat.rounding,
+            rounding=operator.rounding,
             magnitude=0.0 if moments.size is None else moments.size,
             result=streamed.loop.result,
             extra=streamed.loop.extra,
@@ -354,7 +327,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
     def _read(
         self,
         quantity: AbstractQuantity,
-        flat: FlatOperator,
+        operator: FlatOperator,
         probe: Inexact[Array, " n"],
         few: bool,
     ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None]]:
@@ -363,7 +336,7 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
         products = []
 
         def counted(vector):
-            products.append(flat.mv(vector))
+            products.append(operator.mv(vector))
             return products[-1]
 
         sample: Any = self.sample(counted, probe)
@@ -373,8 +346,8 @@ class AbstractStreamingEstimator(AbstractQuantityEstimator):
             raise ValueError(
                 f"`{self.name}.sample` must return a pair of vectors of length n, or a "
                 f"scalar, made from one product. Found the shape {shapes}, n = "
-                f"{flat.size}, and {len(products)} products. Sum over the entries; for "
-                "several products write a `traceax.AbstractSketchEstimator`."
+                f"{operator.size}, and {len(products)} products. Sum over the entries; "
+                "for several products write a `traceax.AbstractSketchEstimator`."
             )
         if pair:
             frozen = jax.lax.stop_gradient(sample)

@@ -1,3 +1,18 @@
+"""Diag++ without bias: a sketched range exactly, the remainder by Hutchinson.
+
+With Q an orthonormal basis of `A Omega` for m probes, and g other probes `omega_j`,
+
+    A ~ Q Q* A + (1/g) sum_j (I - Q Q*) A omega_j omega_j*,
+
+of which the diagonal is read.
+
+In the code: Q is `basis`, `A* Q` is `adjoint_images`, the `omega_j` are `sample_probes`,
+and `(I - Q Q*) A omega_j` are `images`.
+
+Reference: Epperly, Make the Most of What You Have: Resource-Efficient Randomized
+Algorithms for Matrix Computations, PhD thesis, California Institute of Technology (2025).
+"""
+
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -11,18 +26,18 @@ from .sketch import AbstractSketchEstimator, Sketch
 
 
 class DiagPlusPlusEstimator(AbstractSketchEstimator):
-    r"""Diag++ without bias: for the diagonal of any square operator, by a sketched range
-    exactly, the rest by Hutchinson.
+    r"""Diag++ without bias, for the diagonal of any square operator: exact on a sketched
+    range, Hutchinson for the remainder.
 
     With $Q$ an orthonormal basis of $A \Omega$ for $m = \lfloor k/3 \rfloor$ probes, and
-    $g = k - 2m$ other probes, the diagonal of
+    $g = k - 2m$ other probes, the estimate is the diagonal of
     $Q Q^* A + \frac{1}{g} \sum_j (I - Q Q^*) A \omega_j \omega_j^*$, or another linear
     quantity of it. Its samples are independent given $Q$. The first Diag++ (Baston and
     Nakatsukasa, arXiv:2208.03268) divides by the squares of probes with their part in $Q$
     removed, and is biased.
 
-    Cost: `k` products, m of them with the adjoint, $O(n k^2)$ operations, about `2 k`
-    vectors of length n. Needs `k >= 3`; for an error bar, `k >= 4`.
+    Cost: `k` matvecs, m of them with the adjoint, $O(n k^2)$ operations, about `2 k`
+    vectors of length n. It needs `k >= 3`; for an error bar, `k >= 4`.
 
     !!! Example
 
@@ -75,22 +90,27 @@ class DiagPlusPlusEstimator(AbstractSketchEstimator):
         g = k - 2 * m
         products, scale = normalise(matmat(probes[:, :m]))
         basis, _ = qr(products)
-        rest = probes[:, m:]
-        z, image = matmat(basis, adjoint=True) / scale, matmat(rest) / scale
-        image = image - basis @ (basis.conj().T @ image)
-        outside = rest - basis @ (basis.conj().T @ rest)
+        sample_probes = probes[:, m:]
+        adjoint_images = matmat(basis, adjoint=True) / scale
+        images = matmat(sample_probes) / scale
+        # The images are projected, and not the probes: this keeps the entries of signs at
+        # modulus one, so that the diagonal of the remainder adds no variance.
+        images = images - basis @ (basis.conj().T @ images)
+        projected = sample_probes - basis @ (basis.conj().T @ sample_probes)
+        # The frame has `A Q Q*` in place of `Q Q* A`, which has the same mean, so that
+        # derivatives need no product with the adjoint.
         return Sketch(
             samples=None,
             std_err=None,
             frame=(
-                jnp.concatenate([basis, rest / g], axis=1),
-                jnp.concatenate([basis, outside], axis=1),
+                jnp.concatenate([basis, sample_probes / g], axis=1),
+                jnp.concatenate([basis, projected], axis=1),
             ),
             num_matvecs=k,
             scale=scale,
             expansion=lambda: Independent(
-                shared=(z.T, basis.T),
-                own_pair=(rest.T, image.T),
+                shared=(adjoint_images.T, basis.T),
+                own_pair=(sample_probes.T, images.T),
                 products=products.T / m**0.5,
             ),
         )
@@ -102,5 +122,5 @@ DiagPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][].
 """

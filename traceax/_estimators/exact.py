@@ -1,17 +1,17 @@
 from typing import ClassVar
 
-import lineax as lx
 from jaxtyping import PRNGKeyArray
 
+from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
-from .._run.adaptive import Adaptive, largest_budget
-from .._run.exact import exact, exact_cost
+from .._run.budget import Budget, largest_budget
+from .._run.exact import exact
 from .._run.execution import AbstractExecution
-from .base import AbstractQuantityEstimator
+from .base import AbstractEstimator
 
 
-class ExactTraceEstimator(AbstractQuantityEstimator):
+class ExactTraceEstimator(AbstractEstimator):
     """The trace itself, without randomness.
 
     Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
@@ -39,23 +39,23 @@ class ExactTraceEstimator(AbstractQuantityEstimator):
 
     min_matvecs: ClassVar[int] = 1
     quadratic: ClassVar[bool] = True
+    takes_known_diagonal: ClassVar[bool] = True
 
     def measure(
         self,
         quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
         budget = largest_budget(k)
-        if isinstance(k, Adaptive) and k.exact_cost is not None:
+        if isinstance(k, Budget) and k.exact_cost is not None:
             budget = max(budget, k.exact_cost)
-        cost = exact_cost(quantity, operator)
-        if cost > budget:
+        if operator.size > budget:
             raise ValueError(
-                f"`ExactTraceEstimator` needs k={cost} matrix-vector products for this "
-                f"operator. Found k={budget}. Raise `k`, or use "
+                f"`ExactTraceEstimator` needs k={operator.size} matrix-vector products "
+                f"for this operator. Found k={budget}. Raise `k`, or use "
                 "`traceax.AutoTraceEstimator`."
             )
         return exact(quantity, operator, execution)

@@ -1,3 +1,5 @@
+"""Sketch estimators that add probes in rounds until a tolerance is met."""
+
 import abc
 from collections.abc import Callable, Sequence
 
@@ -10,7 +12,7 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
 from .._numerics.expansion import Reading
-from .._run.adaptive import Adaptive, one_round
+from .._run.budget import Budget, one_round
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
@@ -41,7 +43,8 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         k: int,
         eps: float,
     ) -> Sketch:
-        """One round of the whole budget, unless there is a better way to spend that."""
+        """One round with the whole budget. An estimator that spends a fixed budget in a
+        better way overrides this."""
         budget = one_round(k)
         state = self.start(len(probes), probes.dtype, budget)
         rounds = jnp.zeros((), jnp.int32)
@@ -54,7 +57,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         **Arguments:**
 
-        - `k`: the products of a round.
+        - `k`: the number of matvecs in a round.
 
         **Returns:**
 
@@ -62,13 +65,13 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         """
 
     @abc.abstractmethod
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> PyTree[Array]:
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> PyTree[Array]:
         """Buffers for the largest budget.
 
         **Arguments:**
 
         - `n`, `dtype`: of the operator.
-        - `k`: the budget, with `k.num_rounds` rounds of `k.round_size` products.
+        - `k`: the budget, with `k.num_rounds` rounds of `k.round_size` matvecs.
 
         **Returns:**
 
@@ -83,40 +86,40 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         state: PyTree[Array],
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
+        k: Budget,
     ) -> PyTree[Array]:
         """Make one more round.
 
         **Arguments:**
 
         - `matmat`: as in `sketch`; to at most `k.round_size` columns in all.
-        - `probes`: shape `(n, b)`, those of this round.
-        - `state`: what the rounds before it left.
-        - `rounds`: the number of those, a traced integer.
+        - `probes`: the probes of this round, shape `(n, b)`.
+        - `state`: the buffers that the previous rounds have filled.
+        - `rounds`: the number of previous rounds, a traced integer.
         - `eps`: the machine epsilon of the products.
         - `k`: the budget.
 
         **Returns:**
 
-        The state with this round.
+        The buffers with this round.
         """
 
     @abc.abstractmethod
     def assess(
-        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: PyTree[Array], rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
-        """What `sketch` would make of the probes so far. Makes no products.
+        """The sketch of the probes so far. It takes no matvecs.
 
         **Arguments:**
 
-        - `state`: what `rounds` rounds have left.
+        - `state`: the buffers that `rounds` rounds have filled.
         - `rounds`, `eps`, `k`: as in `grow`.
 
         **Returns:**
 
         A [`traceax.Sketch`][] with as many samples as the largest budget has, of which
         `valid` count. The columns of its frame are in the order of the rounds
-        (`by_round`), zero for those that were not made.
+        (`by_round`), and zero for rounds that were not made.
         """
 
     def in_rounds(
@@ -124,50 +127,59 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         quantity: AbstractQuantity,
         matmat: Callable[..., Array],
         flat: FlatOperator,
-        k: Adaptive,
+        k: Budget,
         key: PRNGKeyArray | None,
         sign: int,
     ) -> tuple[Sketch, Reading, LoopResult]:
+        """The method of [`traceax.AbstractSketchEstimator`][], by a loop over rounds."""
         size = self.probes_in_round(k.round_size)
 
         def without(sketch, field):
             where = lambda x: getattr(x, field)  # noqa: E731
             return eqx.tree_at(where, sketch, None, is_leaf=lambda x: x is None)
 
-        # Traced once, for the loop and for the answer after it.
+        # Jitted, so that it is traced once for the loop and the answer after it.
         @eqx.filter_jit
         def assess(state, rounds, k):
             sketch = self.assess(state, rounds, flat.eps, k)
-            seen = self._read(quantity, sketch, flat.size)
-            value = sign * sketch.scale * seen.moments.mean
-            value, std_err = quantity.present(value, sketch.scale * seen.std_err)
-            count = seen.moments.count
-            assessment = Assessment(k.size(value), k.size(std_err), count)
-            return without(sketch, "expansion"), seen, assessment
+            reading = self._read(quantity, sketch, flat.size)
+            value = sign * sketch.scale * reading.moments.mean
+            value, std_err = quantity.present(value, sketch.scale * reading.std_err)
+            assessment = Assessment(
+                value=k.rule.size(value),
+                std_err=k.rule.size(std_err),
+                count=reading.moments.count,
+            )
+            return without(sketch, "expansion"), reading, assessment
 
-        # The loop does not carry what is only for derivatives or was used already.
-        def kept(state, rounds):
-            sketch, seen, assessment = assess(state, rounds, k)
+        # The loop does not carry the frame, which only derivatives need and which is
+        # about as large as the buffers. It is made after the loop.
+        def assess_for_loop(state, rounds):
+            sketch, reading, assessment = assess(state, rounds, k)
             small = without(sketch, "frame")
-            return eqx.filter((small, seen), eqx.is_array), assessment
+            return eqx.filter((small, reading), eqx.is_array), assessment
 
         def step(buffers, rounds):
             state, _, _ = buffers
             probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
             state = self.grow(matmat, probes, state, rounds, flat.eps, k)
-            return state, *kept(state, rounds + 1)
+            result, assessment = assess_for_loop(state, rounds + 1)
+            return state, result, assessment
 
+        # Before the first round nothing is good enough: error bars are infinite.
         def blank(x):
             inexact = jnp.issubdtype(x.dtype, jnp.inexact)
             return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
 
         state = self.start(flat.size, flat.dtype, k)
-        shapes = jax.eval_shape(kept, state, jnp.zeros((), jnp.int32))
-        empty = state, *jax.tree.map(blank, shapes)
+        shapes = jax.eval_shape(assess_for_loop, state, jnp.zeros((), jnp.int32))
+        result, assessment = jax.tree.map(blank, shapes)
+        empty = state, result, assessment
         loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
-        state, (small, seen), _ = loop.state.buffers
+        state, (small, reading), _ = loop.state.buffers
+        # Only the frame is taken from this: XLA removes the rest of the computation.
         sketch, _, _ = assess(state, loop.rounds, k)
-        return eqx.combine(small, sketch), seen, loop
+        return eqx.combine(small, sketch), reading, loop
 
 
 def by_round(
@@ -175,7 +187,7 @@ def by_round(
     right: Sequence[Inexact[Array, "n _"]],
     num_rounds: int,
 ) -> tuple[Array, Array]:
-    """Join the parts of a frame so that columns of the same round are neighbours.
+    """Join the parts of a frame so that columns of the same round are adjacent.
 
     **Arguments:**
 

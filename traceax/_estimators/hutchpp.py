@@ -1,3 +1,23 @@
+"""Hutch++: exact on a sketched range, plus Hutchinson for the remainder.
+
+With Q an orthonormal basis of `A Omega` for m probes, and g other probes `omega_j`,
+
+    tr A ~ tr(Q* A Q) + (1/g) sum_j c_j v_j* A v_j,    v_j = (I - Q Q*) omega_j,
+
+with `c_j = 1`, or with resphering the factor that gives `v_j` the length that it has in
+the mean.
+
+In the code: Q is `basis`, the vectors `sqrt(c_j) v_j` are `projected`, and their
+quadratic forms with A are `forms`.
+
+In rounds, blocks of probes enlarge Q as long as that is expected to save more matvecs
+than it costs, and later blocks give samples (Persson et al.).
+
+References: Meyer, Musco, Musco and Woodruff, Hutch++: optimal stochastic trace
+estimation, SOSA (2021), Algorithm 1. Persson, Cortinovis and Kressner, Improved variants
+of the Hutch++ algorithm for trace estimation, SIMAX 43 (2022).
+"""
+
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -18,23 +38,24 @@ from .._numerics.dense import diagonal, inner_product, normalise, qr, two_norm
 from .._numerics.expansion import Independent
 from .._numerics.growth import extend, put, put_rows, remove, rescale
 from .._numerics.leave_one_out import resphering
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
 
 class HutchPlusPlusEstimator(AbstractGrowingEstimator):
-    r"""Hutch++: the trace of $A$ on a sketched range exactly, the rest by Hutchinson.
+    r"""Hutch++: the trace of $A$ on a sketched range, and Hutchinson on the remainder.
 
     With $Q$ an orthonormal basis of $A \Omega$ for $m = \lfloor k/3 \rfloor$ probes and
     $G$ the other $g = k - 2m$ probes with their part in $Q$ removed, and scaled to the
-    length $\sqrt{n - m}$ that is left in the mean,
-    $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. Any square operator; the
-    samples are independent given $Q$, so the standard error is that of a mean of `g`.
-    With [`traceax.Adaptive`][] $Q$ grows in blocks as long as that saves products
-    (Persson et al., 2022), for at most half of `max_k`; memory is that of `max_k`.
+    length $\sqrt{n - m}$ that is left in the mean, the estimate is
+    $\mathrm{tr}(Q^* A Q) + \frac{1}{g} \sum_j g_j^* A g_j$. It works for any square
+    operator. The samples are independent given $Q$, so the standard error is that of a
+    mean of `g` samples. With [`traceax.Adaptive`][] $Q$ grows in blocks as long as that
+    saves matvecs (Persson et al., 2022), for at most half of `max_k`; the memory is that
+    of `max_k`.
 
-    Cost: `k` products, $O(n k^2)$ operations, about `2.6 k` vectors of length n. Needs
+    Cost: `k` matvecs, $O(n k^2)$ operations, about `2.6 k` vectors of length n. It needs
     `k >= 3`; for an error bar, `k >= 4`.
 
     !!! Example
@@ -101,27 +122,28 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         resphered = is_resphered(self.sampler, self.improved)
         products, scale = normalise(matmat(probes[:, :m]))
         basis, _ = qr(products)
-        rest = probes[:, m:]
-        rest = rest - basis @ (basis.conj().T @ rest)
-        # Split by rows, some columns of the basis may be zero.
+        sample_probes = probes[:, m:]
+        projected = sample_probes - basis @ (basis.conj().T @ sample_probes)
+        # Not m: `qr` may return zero columns for rows that are split between devices.
         rank = jnp.sum(jnp.abs(basis) ** 2)
-        rest = rest * jnp.sqrt(resphering(probes[:, m:], rest, rank, resphered))
-        # Algorithm 1 of the paper: both traces from one more block of products.
-        directions = jnp.concatenate([basis, rest], axis=1)
+        c = resphering(sample_probes, projected, rank, resphered)
+        projected = projected * jnp.sqrt(c)
+        # One product for both traces, so that one pass over the operator makes it.
+        directions = jnp.concatenate([basis, projected], axis=1)
         images = matmat(directions) / scale
         forms = jnp.sum(directions.conj() * images, axis=0)
         samples = jnp.sum(forms[:m]) + forms[m:]
-        left = jnp.concatenate([basis, rest / g], axis=1)
+        left = jnp.concatenate([basis, projected / g], axis=1)
         return Sketch(
-            samples,
-            Moments.of(samples).std_err(),
-            (left, directions),
+            samples=samples,
+            std_err=Moments.of(samples).std_err(),
+            frame=(left, directions),
             num_matvecs=k,
             scale=scale,
             magnitude=jnp.linalg.norm(products) / m**0.5,
             expansion=lambda: Independent(
                 shared=(basis.T, images[:, :m].T),
-                own_pair=(rest.T, images[:, m:].T),
+                own_pair=(projected.T, images[:, m:].T),
                 products=products.T / m**0.5,
             ),
         )
@@ -129,13 +151,13 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k // 2 * 2
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "HutchPlusPlusBuffers":
         size = self.probes_in_round(k.round_size)
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * size
-        return _State(
+        return HutchPlusPlusBuffers(
             basis=jnp.zeros((n, m // 2), dtype),
-            rest=jnp.zeros((n, m), dtype),
+            projected=jnp.zeros((n, m), dtype),
             forms=jnp.zeros(m, dtype),
             trace=jnp.zeros((), dtype),
             rank=jnp.zeros((), real),
@@ -150,11 +172,11 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         self,
         matmat: Callable[[Array], Array],
         probes: Inexact[Array, "n b"],
-        state: "_State",
+        state: "HutchPlusPlusBuffers",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
-    ) -> "_State":
+        k: Budget,
+    ) -> "HutchPlusPlusBuffers":
         b = probes.shape[1] // 2
         resphered = is_resphered(self.sampler, self.improved)
 
@@ -169,11 +191,12 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             outside, _ = remove(basis, images, state.blocks + 1, b)
             inner = block.conj().T @ images
             # How much ||(I - QQ*) A (I - QQ*)||_F^2 falls by this block, for Hermitian A.
-            rest = inner_product(outside, outside).real
-            gain = 2 * rest + jnp.sum(jnp.abs(inner) ** 2)
+            coupling = inner_product(outside, outside).real
+            gain = 2 * coupling + jnp.sum(jnp.abs(inner) ** 2)
+            # Hutchinson's estimate, as the tolerance may be relative to the trace.
             pilot = state.pilot + inner_product(chosen, products) / b
-            # Compared with the products of one more block.
-            saved = k.samples_saved(gain, pilot / (state.blocks + 1), scale)
+            # Another block pays off if the last one saved more samples than it cost.
+            saved = k.rule.samples_saved(gain, pilot / (state.blocks + 1), scale)
             room = (state.blocks + 1) * 2 < k.num_rounds
             return dataclasses.replace(
                 state,
@@ -188,34 +211,41 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
             )
 
         def sample(state):
-            rest, _ = remove(state.basis, probes, state.blocks, b)
-            rest = rest * jnp.sqrt(resphering(probes, rest, state.rank, resphered))
-            images = matmat(rest) / state.scale
-            forms = jnp.sum(rest.conj() * images, axis=0)
-            # A single round has no block of the basis, whose products would say it.
+            projected, _ = remove(state.basis, probes, state.blocks, b)
+            c = resphering(probes, projected, state.rank, resphered)
+            projected = projected * jnp.sqrt(c)
+            images = matmat(projected) / state.scale
+            forms = jnp.sum(projected.conj() * images, axis=0)
+            # A single round has no block of the basis, whose products would give the
+            # size.
             size = two_norm(images) if k.num_rounds == 1 else state.size
             return dataclasses.replace(
                 state,
                 size=size,
-                rest=put(state.rest, rest, rounds),
+                projected=put(state.projected, projected, rounds),
                 forms=put_rows(state.forms[:, None], forms[:, None], rounds)[:, 0],
             )
 
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self,
+        state: "HutchPlusPlusBuffers",
+        rounds: Int[Array, ""] | int,
+        eps: float,
+        k: Budget,
     ) -> Sketch:
         size = self.probes_in_round(k.round_size)
         index = jnp.arange(state.forms.shape[0])
         valid = (index >= state.blocks * size) & (index < rounds * size)
         samples = state.trace + state.forms
         count = jnp.maximum((rounds - state.blocks) * size, 1)
-        left, right = (state.basis, state.rest / count), (state.basis, state.rest)
+        left = state.basis, state.projected / count
+        right = state.basis, state.projected
         return Sketch(
-            samples,
-            Moments.of(samples, valid).std_err(),
-            by_round(left, right, k.num_rounds),
+            samples=samples,
+            std_err=Moments.of(samples, valid).std_err(),
+            frame=by_round(left, right, k.num_rounds),
             num_matvecs=rounds * size,
             scale=state.scale,
             magnitude=state.size / (size // 2) ** 0.5,
@@ -223,19 +253,19 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
         )
 
 
-class _State(eqx.Module):
-    """`blocks` blocks of an orthonormal basis Q, and after them in order of the rounds
-    projected probes and their forms. `rank` is that of Q, and `trace` is tr(Q* A Q). In
-    units of `scale`."""
+class HutchPlusPlusBuffers(eqx.Module):
+    """The orthonormal basis Q from `blocks` blocks of probes, and the projected probes of
+    later blocks with their forms, in the order of the rounds. `rank` is the rank of Q,
+    and `trace` is `tr(Q* A Q)`. Products with A are in units of `scale`."""
 
     basis: Inexact[Array, "n p"]
-    rest: Inexact[Array, "n m"]
+    projected: Inexact[Array, "n m"]
     forms: Inexact[Array, " m"]
     trace: Inexact[Array, ""]
     rank: Real[Array, ""]
-    size: Real[Array, ""]  # of the products, for the rank
+    size: Real[Array, ""]  # norm of the products, for the numerical rank
     scale: Real[Array, ""]
-    pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimate from each
+    pilot: Inexact[Array, ""]  # sum over blocks of Hutchinson's estimates
     blocks: Int[Array, ""]
     deflating: Bool[Array, ""]
 
@@ -243,13 +273,13 @@ class _State(eqx.Module):
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: distribution of the probes. Default is [`traceax.SphereSampler`][]. Where the
-    diagonal outweighs the rest, [`traceax.RademacherSampler`][] is better.
+    diagonal outweighs the other entries, [`traceax.RademacherSampler`][] is better.
 - `improved`: whether to rescale the part of each probe outside the basis to the length
-    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. Default
-    is `None`: if the sampler is rotation invariant, as it has to be.
+    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. The
+    default, `None`, does so if the sampler is rotation invariant, which resphering needs.
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][], and `ValueError`
 for `improved=True` with one that is not rotation invariant.
 """

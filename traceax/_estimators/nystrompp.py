@@ -1,3 +1,24 @@
+"""Nystrom++: the trace of a Nystrom approximation, plus Hutchinson for the remainder.
+
+With the approximation `A_hat = B B*` of `A + nu I` from the first m probes, and g other
+probes `omega_j`,
+
+    tr A ~ tr(A_hat) - nu n + (1/g) sum_j c_j omega_j* (A + nu I - A_hat) omega_j,
+
+with `c_j = 1`, or with resphering the factor that gives the part of `omega_j` outside the
+span of the first probes the length that it has in the mean.
+
+In the code: B is `approximation.factor`, nu is `shift`, the `omega_j` are
+`sample_probes`, `c_j` is `factor`, `omega_j* A omega_j` is `forms`, and `omega_j* A_hat
+omega_j` is `approximate_forms`.
+
+In rounds, blocks of probes enlarge the approximation as long as that is expected to save
+more matvecs than it costs, and later blocks give samples.
+
+Reference: Persson, Cortinovis and Kressner, Improved variants of the Hutch++ algorithm
+for trace estimation, SIMAX 43 (2022).
+"""
+
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -19,26 +40,26 @@ from .._numerics.expansion import Independent
 from .._numerics.growth import put, put_rows, remove
 from .._numerics.leave_one_out import resphering
 from .._numerics.nystrom import GrowingNystrom, nystrom, orthonormalise
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator
 from .sketch import Sketch
 
 
 class NystromPlusPlusEstimator(AbstractGrowingEstimator):
-    r"""Nystrom++: the trace of a Nystrom approximation, the rest by Hutchinson.
+    r"""Nystrom++: the trace of a Nystrom approximation, and Hutchinson on the remainder.
 
-    Half of the products make a Nystrom approximation $\hat A$, the other
+    Half of the matvecs make a Nystrom approximation $\hat A$, the other
     $g = k - \lfloor k/2 \rfloor$ estimate the trace of $A - \hat A$:
-    $\mathrm{tr}(\hat A) + \frac{1}{g} \sum_j \omega_j^* (A - \hat A) \omega_j$, each
-    probe scaled so that its part outside the span of the approximation's has the length
-    that it has in the mean. Positive
-    or negative semidefinite operators only. Its samples are independent given
-    $\hat A$, and all products can be made in one pass over the operator. With
-    [`traceax.Adaptive`][] the approximation grows in blocks as long as that saves
-    products, for at most half of `max_k`; memory is that of `max_k`.
+    $\mathrm{tr}(\hat A) + \frac{1}{g} \sum_j \omega_j^* (A - \hat A) \omega_j$. Each
+    probe is scaled so that its part outside the span of the approximation's probes has
+    the length that it has in the mean. It is for positive or negative semidefinite
+    operators only. Its samples are independent given $\hat A$, and all matvecs can be
+    made in one pass over the operator. With [`traceax.Adaptive`][] the approximation
+    grows in blocks as long as that saves matvecs, for at most half of `max_k`; the memory
+    is that of `max_k`.
 
-    Cost: `k` products, $O(n k^2)$ operations, about four arrays of `k` vectors of
-    length n. Needs `k >= 2`; for an error bar, `k >= 3`.
+    Cost: `k` matvecs, $O(n k^2)$ operations, about four arrays of `k` vectors of
+    length n. It needs `k >= 2`; for an error bar, `k >= 3`.
 
     !!! Example
 
@@ -94,41 +115,45 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         g = k - m
         resphered = is_resphered(self.sampler, self.improved)
         basis, _, _ = orthonormalise(probes[:, :m])
-        rest = probes[:, m:]
-        products, scale = normalise(matmat(jnp.concatenate([basis, rest], axis=1)))
+        sample_probes = probes[:, m:]
+        columns = jnp.concatenate([basis, sample_probes], axis=1)
+        products, scale = normalise(matmat(columns))
         approximation = nystrom(basis, products[:, :m], eps)
-        inside = jnp.sum(jnp.abs(approximation.factor.conj().T @ rest) ** 2, axis=0)
-        forms = jnp.sum(rest.conj() * products[:, m:], axis=0)
-        norms = jnp.sum(jnp.abs(rest) ** 2, axis=0)
-        # The approximation is one of A + shift I, and exact on the basis.
-        shift, unseen = approximation.shift, rest - basis @ (basis.conj().T @ rest)
-        remainder = forms - inside + shift * norms
-        factor = resphering(rest, unseen, m, resphered)
+        b, shift = approximation.factor, approximation.shift
+        approximate_forms = jnp.sum(jnp.abs(b.conj().T @ sample_probes) ** 2, axis=0)
+        forms = jnp.sum(sample_probes.conj() * products[:, m:], axis=0)
+        norms = jnp.sum(jnp.abs(sample_probes) ** 2, axis=0)
+        # The approximation of A + shift I is exact on the basis, so the form of the
+        # remainder depends only on the part of a probe outside of it.
+        projected = sample_probes - basis @ (basis.conj().T @ sample_probes)
+        remainder = forms - approximate_forms + shift * norms
+        factor = resphering(sample_probes, projected, m, resphered)
         remainder = factor * remainder
-        samples = jnp.sum(jnp.abs(approximation.factor) ** 2) - shift * n + remainder
+        samples = jnp.sum(jnp.abs(b) ** 2) - shift * n + remainder
 
         def expansion():
-            b = approximation.factor
-            image = products[:, m:] + shift * rest - b @ (b.conj().T @ rest)
+            shifted = products[:, m:] + shift * sample_probes
+            images = shifted - b @ (b.conj().T @ sample_probes)
             return Independent(
                 shared=(b.T, b.T),
-                own_pair=((factor * rest).T, image.T),
+                own_pair=((factor * sample_probes).T, images.T),
                 products=products[:, :m].T,
                 shift=-shift,
-                probes=rest.T,
+                probes=sample_probes.T,
             )
 
-        # The frame is that of Hutch++ on the same products.
-        span, _ = qr(products[:, :m])
-        outside = rest - span @ (span.conj().T @ rest)
-        rank = jnp.sum(jnp.abs(span) ** 2)
-        outside = outside * resphering(rest, outside, rank, resphered) ** 0.5
-        left = jnp.concatenate([span, outside / g], axis=1)
-        right = jnp.concatenate([span, outside], axis=1)
+        # The samples are not linear in A. So the derivative is taken from the frame of
+        # Hutch++ for the same products.
+        q, _ = qr(products[:, :m])
+        outside = sample_probes - q @ (q.conj().T @ sample_probes)
+        rank = jnp.sum(jnp.abs(q) ** 2)
+        outside = outside * resphering(sample_probes, outside, rank, resphered) ** 0.5
+        left = jnp.concatenate([q, outside / g], axis=1)
+        right = jnp.concatenate([q, outside], axis=1)
         return Sketch(
-            samples,
-            Moments.of(samples).std_err(),
-            (left, right),
+            samples=samples,
+            std_err=Moments.of(samples).std_err(),
+            frame=(left, right),
             num_matvecs=k,
             scale=scale,
             semidefinite=approximation.semidefinite,
@@ -138,10 +163,10 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "NystromPlusPlusBuffers":
         real = jnp.finfo(dtype).dtype
         m = k.num_rounds * k.round_size
-        return _State(
+        return NystromPlusPlusBuffers(
             nystrom=GrowingNystrom.empty(n, m, dtype),
             whitener=jnp.zeros((m, m), dtype),
             shift=jnp.zeros((), real),
@@ -157,22 +182,25 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         self,
         matmat: Callable[[Array], Array],
         probes: Inexact[Array, "n b"],
-        state: "_State",
+        state: "NystromPlusPlusBuffers",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
-    ) -> "_State":
+        k: Budget,
+    ) -> "NystromPlusPlusBuffers":
         n, b = probes.shape
         resphered = is_resphered(self.sampler, self.improved)
 
         def deflate(state):
             nystrom, _ = state.nystrom.grow(matmat, probes, rounds, eps)
             whitener, shift, semidefinite, gram = nystrom.whiten(eps)
-            # How much ||A - A_hat||_F^2 falls by this block, if they are orthogonal.
+            # How much ||A - A_hat||_F^2 falls by this block, if the changes of A_hat by
+            # all blocks are orthogonal.
             squares = jnp.sum(jnp.abs(gram) ** 2)
-            seen = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
-            # Compared with the products of one more block.
-            saved = k.samples_saved(squares - state.squares, n * seen, nystrom.scale)
+            # tr A, whose size the tolerance may be relative to, from the mean of w* A w
+            # over the orthonormal basis of the probes.
+            mean = jnp.trace(nystrom.core @ nystrom.r) / ((rounds + 1) * b)
+            # Another block pays off if the last one saved more samples than it cost.
+            saved = k.rule.samples_saved(squares - state.squares, n * mean, nystrom.scale)
             return dataclasses.replace(
                 state,
                 nystrom=nystrom,
@@ -186,17 +214,20 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
             )
 
         def sample(state):
-            # B = (q r + shift Q) W*
             nystrom, shift = state.nystrom, state.shift
-            outside, image = remove(nystrom.q, probes, state.blocks, b)
-            unseen, inside = remove(nystrom.basis, probes, state.blocks, b)
+            outside, in_range = remove(nystrom.q, probes, state.blocks, b)
+            projected, in_basis = remove(nystrom.basis, probes, state.blocks, b)
             rank = jnp.sum(jnp.abs(nystrom.basis) ** 2)
-            factor = resphering(probes, unseen, rank, resphered)
-            inside = nystrom.r.conj().T @ image + shift * inside
-            inside = jnp.sum(jnp.abs(state.whitener @ inside) ** 2, axis=0)
+            factor = resphering(probes, projected, rank, resphered)
+            # B* omega, without the tall B = (q r + shift Q) T*.
+            coordinates = nystrom.r.conj().T @ in_range + shift * in_basis
+            coordinates = state.whitener @ coordinates
+            approximate_forms = jnp.sum(jnp.abs(coordinates) ** 2, axis=0)
             forms = jnp.sum(probes.conj() * matmat(probes), axis=0) / nystrom.scale
             norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
-            samples = state.trace - shift * n + factor * (forms - inside + shift * norms)
+            remainder = forms - approximate_forms + shift * norms
+            samples = state.trace - shift * n + factor * remainder
+            # Blocks of `q` beyond those of the approximation hold parts of probes.
             used = jnp.arange(nystrom.q.shape[1]) < state.blocks * b
             rank = jnp.sum(jnp.abs(nystrom.q) ** 2, axis=0) @ used.astype(norms.dtype)
             outside = outside * resphering(probes, outside, rank, resphered) ** 0.5
@@ -207,7 +238,11 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         return jax.lax.cond(state.deflating, deflate, sample, state)
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self,
+        state: "NystromPlusPlusBuffers",
+        rounds: Int[Array, ""] | int,
+        eps: float,
+        k: Budget,
     ) -> Sketch:
         index = jnp.arange(state.samples.shape[0])
         sampled = index >= state.blocks * k.round_size
@@ -216,9 +251,9 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         right = state.nystrom.q
         left = jnp.where(sampled, right / count, right)
         return Sketch(
-            state.samples,
-            Moments.of(state.samples, valid).std_err(),
-            (left, right),
+            samples=state.samples,
+            std_err=Moments.of(state.samples, valid).std_err(),
+            frame=(left, right),
             num_matvecs=rounds * k.round_size,
             scale=state.nystrom.scale,
             semidefinite=state.semidefinite,
@@ -226,10 +261,11 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
         )
 
 
-class _State(eqx.Module):
-    """`blocks` blocks of the approximation B B*, whose range is that of as many blocks of
-    `nystrom.q`. The others are, in order of the rounds, the parts of the later probes
-    outside of it. `trace` is ||B||_F^2 and `squares` is ||B* B||_F^2."""
+class NystromPlusPlusBuffers(eqx.Module):
+    """The approximation `B B*` from `blocks` blocks of probes, and samples of the later
+    ones. The first `blocks` blocks of `nystrom.q` span the range of the products; its
+    later blocks are the parts of the later probes outside that range, in the order of the
+    rounds. `trace` is `||B||_F^2`, and `squares` is `||B* B||_F^2`."""
 
     nystrom: GrowingNystrom
     whitener: Inexact[Array, "m m"]
@@ -245,13 +281,13 @@ class _State(eqx.Module):
 NystromPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: distribution of the probes. Default is [`traceax.SphereSampler`][]. Where the
-    diagonal outweighs the rest, [`traceax.RademacherSampler`][] is better.
+    diagonal outweighs the other entries, [`traceax.RademacherSampler`][] is better.
 - `improved`: whether to rescale the part of each probe outside the basis to the length
-    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. Default
-    is `None`: if the sampler is rotation invariant, as it has to be.
+    that it has in the mean ("resphering"), as [`traceax.XTraceEstimator`][] does. The
+    default, `None`, does so if the sampler is rotation invariant, which resphering needs.
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][], and `ValueError`
 for `improved=True` with one that is not rotation invariant.
 """

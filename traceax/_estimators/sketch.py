@@ -1,3 +1,10 @@
+"""Estimators that take their probes together, and what they make of them.
+
+An estimator turns probes into a `Sketch`: samples of the trace, or estimates of the whole
+operator (its expansion) from which any linear quantity is read, and a frame L, R with
+`E[sum(conj(L) * (dA R))] = d tr A`, from which derivatives are made.
+"""
+
 import abc
 import dataclasses
 from collections.abc import Callable
@@ -5,28 +12,27 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator, flatten, is_hermitian
+from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, Frame, read_by
 from .._run.loop import LoopResult, sum_over_rounds
-from .base import AbstractQuantityEstimator, is_skewed, refusal
+from .base import AbstractEstimator, is_skewed, refusal
 
 
 class Sketch(eqx.Module):
-    """What a sketch estimator makes of its probes. Below, n is the size of the operator,
-    and m the number of samples.
+    """The result of a sketch estimator. Below, n is the size of the operator and m the
+    number of samples.
 
     !!! Example
 
@@ -44,28 +50,29 @@ class Sketch(eqx.Module):
     **Attributes:**
 
     - `samples`: the per-sample estimates of the trace, real or complex, shape `(m,)`;
-        their mean is the estimate. `None` where the trace is computed from the
-        `expansion`, as other quantities are.
-    - `std_err`: the standard error of that mean, real, shape `()`; `None` where
-        `samples` is.
+        their mean is the estimate. `None` if the trace is computed from the `expansion`,
+        as other quantities are.
+    - `std_err`: the standard error of that mean, real, shape `()`; `None` if `samples`
+        is.
     - `frame`: arrays `L, R` of shape `(n, p)` with `E[sum(conj(L) * (dA R))] = d tr A`,
         from which derivatives are made.
-    - `num_matvecs`: columns that the operator was applied to, an integer, which may be
-        traced.
-    - `scale`: a factor by which `samples`, `std_err`, `magnitude`, `noise`, `extra` and
-        what `expansion` makes are still to be multiplied, real, shape `()`.
+    - `num_matvecs`: the number of columns that the operator was applied to, an integer,
+        which may be traced.
+    - `scale`: a factor that `samples`, `std_err`, `magnitude`, `noise`, `extra` and the
+        result of `expansion` have not been multiplied by yet, real, shape `()`.
     - `magnitude`: about the Frobenius norm of the operator, for estimators that do not
         need a semidefinite one: rounding errors are relative to it where it is larger
         than the trace. Real, shape `()`.
-    - `semidefinite`: False if the operator was seen not to be positive semidefinite, a
-        boolean of shape `()`.
+    - `semidefinite`: False if the products show that the operator is not positive
+        semidefinite, a boolean of shape `()`.
     - `valid`: which samples count, booleans of shape `(m,)`; `None` for all.
     - `extra`: entries for `Solution.stats`, a dictionary of arrays.
-    - `expansion`: a function without arguments that makes estimates of the whole
-        operator, a [`traceax.internal.AbstractExpansion`][] with as many as there are
-        samples, from which linear quantities follow; `None` for the trace alone.
-    - `raised`: how many times `std_err` is what the samples of the trace alone show, for
-        parts of the trace, whose bars are raised likewise. Real, shape `()`.
+    - `expansion`: a function without arguments that returns a
+        [`traceax.internal.AbstractExpansion`][]: as many estimates of the whole operator
+        as there are samples, from which linear quantities follow. `None` if only the
+        trace can be estimated.
+    - `raised`: the ratio of `std_err` to the standard error that the samples alone show.
+        Error bars of parts of the trace are raised by the same factor. Real, shape `()`.
     - `noise`: a standard error of the trace that the samples do not show, added to
         theirs in quadrature; an entry of a diagonal gets `noise / sqrt(n)`. Real, shape
         `()`.
@@ -85,7 +92,7 @@ class Sketch(eqx.Module):
     noise: Real[Array, ""] | float = 0.0
 
 
-class AbstractSketchEstimator(AbstractQuantityEstimator):
+class AbstractSketchEstimator(AbstractEstimator):
     """An estimator that takes its probes together. It holds arrays of shape `(n, m)`, for
     m probes.
 
@@ -121,7 +128,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
 
     - `sampler`: distribution of the probes.
     - `semidefinite`: whether the operator must be tagged positive or negative
-        semidefinite. A negative one is negated before, and the estimate after.
+        semidefinite. The estimate of a negative one is minus that of its negation.
     """
 
     sampler: eqx.AbstractVar[AbstractSampler]
@@ -136,7 +143,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
 
         **Arguments:**
 
-        - `k`: the budget of products, `min_matvecs` or more.
+        - `k`: the budget of matvecs, `min_matvecs` or more.
 
         **Returns:**
 
@@ -158,7 +165,7 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         - `matmat`: applies the operator to the columns of an array of shape `(n, p)`;
             with `adjoint=True` its adjoint; to at most `k` columns in all.
         - `probes`: shape `(n, m)`, random columns of the `sampler`.
-        - `k`: the budget of products.
+        - `k`: the budget of matvecs.
         - `eps`: the machine epsilon of the products.
 
         **Returns:**
@@ -166,72 +173,96 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
         A [`traceax.Sketch`][].
         """
 
-    def measure(
+    def run(
         self,
-        quantity: AbstractQuantity,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        negative = self.semidefinite and _is_negative(operator, type(self).__name__)
-        sign = -1 if negative else 1
-        hermitian = is_hermitian(operator)
-        flat = flatten(-operator if negative else operator)
+        return self.measure(Trace(), operator, k, key, execution)
 
-        frozen = flat.frozen  # once, before any loop
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: FlatOperator,
+        k: int | Budget,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        if self.semidefinite and operator.sign == 0:
+            raise _no_tag(type(self).__name__)
+        sign = -1 if self.semidefinite and operator.sign < 0 else 1
+        flat = operator if sign == 1 else operator.negated
+        # Once, before any loop, whose body would freeze it anew in each round.
+        frozen = flat.frozen
 
         def product(x, adjoint=False):
-            return execution.matmat(frozen, x, adjoint=adjoint and not hermitian)
+            # The adjoint of a product costs a transposition, which a Hermitian A spares.
+            return execution.matmat(frozen, x, adjoint=adjoint and not flat.hermitian)
 
         with full_precision(product) as matmat:
-            if isinstance(k, Adaptive):
-                sketch, seen, loop = self.in_rounds(quantity, matmat, flat, k, key, sign)
+            if isinstance(k, Budget):
+                sketch, reading, loop = self.in_rounds(
+                    quantity, matmat, flat, k, key, sign
+                )
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
-                seen = self._read(quantity, sketch, flat.size)
-            value = (sketch.scale * seen.moments.mean).astype(flat.dtype)
-        if isinstance(k, Adaptive):
+                reading = self._read(quantity, sketch, flat.size)
+            value = (sketch.scale * reading.moments.mean).astype(flat.dtype)
+        left, right = sketch.frame
+        if isinstance(k, Budget):
+            # Over the rounds, so that derivatives of those not made cost nothing.
             shape = (k.num_rounds, -1, flat.size)
-            columns = tuple(x.T.reshape(shape) for x in sketch.frame)
-            one = read_by(quantity)
-            settings = columns, loop.rounds, value, execution
+            columns = left.T.reshape(shape), right.T.reshape(shape)
+            estimate = value
             value = attach_derivative(
-                value, lambda: sum_over_rounds(one, flat, *settings)
+                estimate,
+                lambda: sum_over_rounds(
+                    read_by(quantity),
+                    flat,
+                    columns,
+                    rounds=loop.rounds,
+                    like=estimate,
+                    execution=execution,
+                ),
             )
         else:
-            frame = Frame(*sketch.frame)
+            frame = Frame(constant=left, right=right)
             value = attach(flat, value, frame, execution=execution, quantity=quantity)
         samples = None
-        if seen.samples is not None:
-            samples = sign * sketch.scale * seen.samples
+        if reading.samples is not None:
+            samples = sign * sketch.scale * reading.samples
             if sketch.valid is not None:
+                # Not NaN, at which `jax_debug_nans` would stop.
                 samples = jnp.where(sketch.valid, samples, jnp.inf)
         not_semidefinite = ~jnp.asarray(sketch.semidefinite)
         return Estimate(
             value=sign * value,
-            std_err=sketch.scale * seen.std_err,
+            std_err=sketch.scale * reading.std_err,
             samples=samples,
             num_matvecs=sketch.num_matvecs,
             rounding=flat.rounding,
-            magnitude=sketch.scale * seen.magnitude,
+            magnitude=sketch.scale * reading.magnitude,
             result=first_failure(
                 failure(not_semidefinite, RESULTS.not_semidefinite), loop.result
             ),
-            extra=jax.tree.map(lambda x: sketch.scale * x, seen.extra) | loop.extra,
+            extra=jax.tree.map(lambda x: sketch.scale * x, reading.extra) | loop.extra,
             state=loop.state,
-            num_samples=seen.moments.count,
-            skewness=None if seen.moments.cubes is None else seen.moments.skewness,
+            num_samples=reading.moments.count,
+            skewness=None if reading.moments.cubes is None else reading.moments.skewness,
         )
 
     def _read(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:
-        """The quantity, in units of the sketch."""
-        seen = self._read_samples(quantity, sketch)
+        """The quantity and its error bar, both still to be multiplied by the sketch's
+        `scale`."""
+        reading = self._read_samples(quantity, sketch)
         if isinstance(sketch.noise, float) and sketch.noise == 0:
-            return seen
+            return reading
+        # The factor from the noise of an entry of the operator to that of the quantity.
         if quantity.diagonal_only:
-            ones = jnp.ones(n, seen.moments.unit.dtype)
+            ones = jnp.ones(n, reading.moments.unit.dtype)
             gain = jnp.sqrt(quantity.read(ones, ones))
         else:
             probes = None if sketch.expansion is None else sketch.expansion().probes
@@ -239,49 +270,50 @@ class AbstractSketchEstimator(AbstractQuantityEstimator):
                 raise refusal(self, quantity)
             gain = noise_gain(quantity, probes, sketch.valid)
         noise = sketch.noise * gain / n**0.5
-        return dataclasses.replace(seen, std_err=jnp.hypot(seen.std_err, noise))
+        return dataclasses.replace(reading, std_err=jnp.hypot(reading.std_err, noise))
 
     def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
         if isinstance(quantity, Trace) and sketch.samples is not None:
             assert sketch.std_err is not None
             moments = Moments.of(sketch.samples, sketch.valid, skewed=False)
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
-            return Reading(sketch.samples, moments, sketch.std_err, size, sketch.extra)
+            return Reading(
+                samples=sketch.samples,
+                moments=moments,
+                std_err=sketch.std_err,
+                magnitude=size,
+                extra=sketch.extra,
+            )
         if sketch.expansion is None:
             raise refusal(self, quantity, adaptive=sketch.valid is not None)
         skewed = is_skewed(quantity, self.sampler)
-        seen = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
+        reading = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
         if quantity.entrywise:
-            return seen
-        return dataclasses.replace(seen, std_err=sketch.raised * seen.std_err)
+            return reading
+        return dataclasses.replace(reading, std_err=sketch.raised * reading.std_err)
 
     def in_rounds(
         self,
         quantity: AbstractQuantity,
         matmat: Callable[..., Array],
         flat: FlatOperator,
-        k: Adaptive,
+        k: Budget,
         key: PRNGKeyArray | None,
         sign: int,
     ) -> tuple[Sketch, Reading, LoopResult]:
         """The sketch that an adaptive budget ends with, the quantity computed from it,
-        and how the loop ended.
-        The estimate is `sign` times that of the sketch. Not every sketch can
-        grow."""
+        and how the loop ended. The estimate is `sign` times that of the sketch. An
+        estimator whose sketch cannot grow raises an error."""
         raise ValueError(
             f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
             "Pass an integer, or use `traceax.XTraceEstimator`."
         )
 
 
-def _is_negative(operator: lx.AbstractLinearOperator, name: str) -> bool:
-    if lx.is_positive_semidefinite(operator):
-        return False
-    if lx.is_negative_semidefinite(operator):
-        return True
-    raise ValueError(
+def _no_tag(name: str) -> ValueError:
+    return ValueError(
         f"`{name}` needs an operator tagged as positive or negative semidefinite. Found "
-        f"`operator` of type {type(operator).__name__} without the tag. If it is "
-        "semidefinite, say so: `lineax.TaggedLinearOperator(operator, "
-        "lineax.positive_semidefinite_tag)`; if not, use `traceax.XTraceEstimator`."
+        "`operator` without the tag. If it is semidefinite, say so: "
+        "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`; if "
+        "not, use `traceax.XTraceEstimator`."
     )

@@ -1,3 +1,24 @@
+"""XDiag: every probe serves a basis of the range and, left out of it, a sample.
+
+With Q_(i) an orthonormal basis of the products `A omega_j` of all m probes but `omega_i`,
+
+    A ~ (1/m) sum_i A_i,
+    A_i = Q_(i) Q_(i)* A + (I - Q_(i) Q_(i)*) A omega_i omega_i*,
+
+of which the diagonal is read. With `A Omega = Q R` (columns `r_i`), `Z = A* Q` and the
+unit vector `s_i` for which `Q s_i` is orthogonal to the other products,
+
+    A_i = Q Z* + Q s_i (conj(s_i* r_i) omega_i - Z s_i)*,
+
+so that all share `Q Z*` and each has one pair of vectors of its own: `OneSided`.
+
+In the code: Q is `q`, Z is `z`, R is `r`, and `loo` holds `s_i` (`directions`) and
+`s_i* r_i` (`distance`), in coordinates of `Q U` with U the `rotation`.
+
+Reference: Epperly, Tropp and Webber, XTrace: making the most of every sample in
+stochastic trace estimation, SIMAX 45 (2024).
+"""
+
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -9,7 +30,7 @@ from .._core.sampler import AbstractSampler, RademacherSampler
 from .._numerics.expansion import OneSided
 from .._numerics.growth import extend, put, put_rows, rescale
 from .._numerics.leave_one_out import leave_one_out_frame, leave_one_out_of
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator, by_round
 from .sketch import Sketch
 
@@ -25,8 +46,8 @@ class XDiagEstimator(AbstractGrowingEstimator):
     singular values: fast where they decay. On flat spectra
     [`traceax.HutchinsonEstimator`][] has half the error.
 
-    Cost: $2m$ products, half of them with the adjoint, $O(n m^2)$ operations, about five
-    arrays of m vectors of length n. Needs `k >= 2`; for an error bar, `k >= 4`.
+    Cost: $2m$ matvecs, half of them with the adjoint, $O(n m^2)$ operations, about five
+    arrays of m vectors of length n. It needs `k >= 2`; for an error bar, `k >= 4`.
 
     !!! Example
 
@@ -70,25 +91,27 @@ class XDiagEstimator(AbstractGrowingEstimator):
     def probes_in_round(self, k: int) -> int:
         return k // 2
 
-    def start(self, n: int, dtype: DTypeLike, k: Adaptive) -> "_State":
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> "XDiagBuffers":
         m = k.num_rounds * self.probes_in_round(k.round_size)
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
-        return _State(tall, tall, tall, square, jnp.ones((), jnp.finfo(dtype).dtype))
+        scale = jnp.ones((), jnp.finfo(dtype).dtype)
+        return XDiagBuffers(probes=tall, q=tall, z=tall, r=square, scale=scale)
 
     def grow(
         self,
         matmat: Callable[..., Array],
         probes: Inexact[Array, "n b"],
-        state: "_State",
+        state: "XDiagBuffers",
         rounds: Int[Array, ""],
         eps: float,
-        k: Adaptive,
-    ) -> "_State":
+        k: Budget,
+    ) -> "XDiagBuffers":
         products, scale = rescale(matmat(probes), state.scale, rounds)
         new = extend(state.q, products, rounds)
+        # With the new columns of Q only: no work is repeated between rounds.
         z = matmat(new.block, adjoint=True) / scale
         column = put_rows(new.coefficients, new.coupling, rounds)
-        return _State(
+        return XDiagBuffers(
             probes=put(state.probes, probes, rounds),
             q=put(state.q, new.block, rounds),
             z=put(state.z, z, rounds),
@@ -97,7 +120,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
         )
 
     def assess(
-        self, state: "_State", rounds: Int[Array, ""] | int, eps: float, k: Adaptive
+        self, state: "XDiagBuffers", rounds: Int[Array, ""] | int, eps: float, k: Budget
     ) -> Sketch:
         b, m = self.probes_in_round(k.round_size), state.r.shape[1]
         count = jnp.maximum(rounds * b, 1)
@@ -107,6 +130,7 @@ class XDiagEstimator(AbstractGrowingEstimator):
         def expansion():
             lefts = (z @ loo.directions).T
             products = state.q @ state.r
+            # `r` is cut at the numerical rank; the samples keep what is cut.
             dropped = state.q @ (state.r - rotation @ r)
             return OneSided(
                 shared=(z.T, q.T),
@@ -114,10 +138,13 @@ class XDiagEstimator(AbstractGrowingEstimator):
                 lefts=lefts,
                 residuals=(loo.distance * state.probes).T - lefts,
                 gram=loo.directions.conj().T @ loo.directions,
+                # As E[omega omega*] = I, these columns have about the norms of rows of A.
                 products=products.T / count**0.5,
                 dropped=(state.probes.T, dropped.T),
             )
 
+        # The frame has `A Q Q*` in place of `Q Q* A`, which has the same mean, so that
+        # derivatives need no product with the adjoint.
         left, right = leave_one_out_frame(
             state.probes, q, loo, improved=False, count=count, one_sided=True
         )
@@ -132,8 +159,9 @@ class XDiagEstimator(AbstractGrowingEstimator):
         )
 
 
-class _State(eqx.Module):
-    """Probes, `Q` and `A* Q` in buffers, where `A Omega = Q R`, in units of `scale`."""
+class XDiagBuffers(eqx.Module):
+    """The probes, Q and `Z = A* Q`, where `A Omega = Q R`. Products with A are in units
+    of `scale`."""
 
     probes: Inexact[Array, "n m"]
     q: Inexact[Array, "n m"]
@@ -148,5 +176,5 @@ XDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][].
 """

@@ -1,20 +1,41 @@
+"""XNysDiag: the estimates of the operator of XNysTrace, from random signs.
+
+With `A_(i)` the Nystrom approximation of A from all m probes but `omega_i`,
+
+    A ~ (1/m) sum_i (A_(i) + (A - A_(i)) omega_i omega_i*),
+
+of which the diagonal is read. The algorithm is that of XNysTrace, and both classes call
+it in `xnystrace.py`. Only the defaults differ: signs, and so no resphering, which needs
+rotation-invariant probes.
+
+Reference: Epperly, Make the Most of What You Have: Resource-Efficient Randomized
+Algorithms for Matrix Computations, PhD thesis, California Institute of Technology (2025).
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
 import equinox as eqx
+from jaxtyping import Array, DTypeLike, Inexact, Int
 
-from .._core.sampler import AbstractSampler, RademacherSampler
-from .xnystrace import XNysTraceEstimator
+from .._core.sampler import AbstractSampler, check_resphering, RademacherSampler
+from .._run.budget import Budget
+from .growing import AbstractGrowingEstimator
+from .sketch import Sketch
+from .xnystrace import xnystrace_sketch, XNysTraceBuffers
 
 
-class XNysDiagEstimator(XNysTraceEstimator):
+class XNysDiagEstimator(AbstractGrowingEstimator):
     r"""XNysDiag: for the diagonal of a positive or negative semidefinite operator, the
     estimates of [`traceax.XNysTraceEstimator`][] from random signs.
 
-    From all `k` probes, a Nystrom approximation $\hat A$. Estimate $i$ of the operator is
+    All `k` probes make a Nystrom approximation $\hat A$. Estimate $i$ of the operator is
     $\hat A_{(i)} + (A - \hat A_{(i)}) \omega_i \omega_i^*$ with probe $i$ left out of
-    the approximation. With signs, the diagonal of the second part is that of the
-    remainder plus noise from its other entries alone; probes of the sphere, which serve
-    the trace best, add noise from the diagonal itself.
+    the approximation. With signs, the diagonal of the second part is the diagonal of the
+    remainder plus noise from its off-diagonal entries alone. Probes on the sphere, which
+    serve the trace best, add noise from the diagonal itself.
 
-    Cost: `k` products, $O(n k^2)$ operations, about `3.2 k` vectors of length n. Needs
+    Cost: `k` matvecs, $O(n k^2)$ operations, about `3.2 k` vectors of length n. It needs
     `k >= 1`; for an error bar, `k >= 2`.
 
     !!! Example
@@ -54,6 +75,46 @@ class XNysDiagEstimator(XNysTraceEstimator):
 
     sampler: AbstractSampler = RademacherSampler()
     improved: bool = eqx.field(static=True, default=False)
+    min_matvecs: ClassVar[int] = 1
+    semidefinite: ClassVar[bool] = True
+
+    def __check_init__(self):
+        check_resphering(self.sampler, self.improved)
+
+    def sketch(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n m"],
+        k: int,
+        eps: float,
+    ) -> Sketch:
+        return xnystrace_sketch(matmat, probes, eps, improved=self.improved)
+
+    def probes_in_round(self, k: int) -> int:
+        return k
+
+    def start(self, n: int, dtype: DTypeLike, k: Budget) -> XNysTraceBuffers:
+        return XNysTraceBuffers.empty(n, k.num_rounds * k.round_size, dtype)
+
+    def grow(
+        self,
+        matmat: Callable[[Array], Array],
+        probes: Inexact[Array, "n b"],
+        state: XNysTraceBuffers,
+        rounds: Int[Array, ""],
+        eps: float,
+        k: Budget,
+    ) -> XNysTraceBuffers:
+        return state.grow(matmat, probes, rounds, eps)
+
+    def assess(
+        self,
+        state: XNysTraceBuffers,
+        rounds: Int[Array, ""] | int,
+        eps: float,
+        k: Budget,
+    ) -> Sketch:
+        return state.assess(rounds, eps, k, improved=self.improved)
 
 
 XNysDiagEstimator.__init__.__doc__ = """**Arguments:**
@@ -63,6 +124,6 @@ XNysDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][], and `ValueError`
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][], and `ValueError`
 for `improved=True` with one that is not rotation invariant.
 """

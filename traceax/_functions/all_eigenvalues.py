@@ -11,13 +11,8 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate
 from .._numerics.dense import determinant_sign, diagonal, eigh, svd, two_norm
 from .._numerics.small_matrix import rounded
+from .._quadrature.domain import check_domain, slopes_at, subgradients_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import (
-    check_domain,
-    slopes_at,
-    subgradients_at,
-    values_at,
-)
 from .._quadrature.singular_functions import SingularLog
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach

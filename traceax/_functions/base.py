@@ -2,7 +2,6 @@ import abc
 from typing import ClassVar
 
 import equinox as eqx
-import lineax as lx
 from jaxtyping import PRNGKeyArray, Scalar
 
 from .._core.flat import FlatOperator
@@ -10,10 +9,9 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.solve import AbstractTask
-from .._run.steps import AdaptiveSteps, exact_limit
+from .._run.steps import AdaptiveSteps
 from .gradients import AbstractFunctionGradient
 
 
@@ -67,7 +65,7 @@ class AbstractFunctionEstimator(eqx.Module):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -112,30 +110,7 @@ class AbstractFunctionEstimator(eqx.Module):
         return self
 
 
-class AbstractFunctionTask(AbstractTask):
-    """An estimator with the settings of one call, in the form that `solve` takes."""
-
-    estimator: eqx.AbstractVar[AbstractFunctionEstimator]
-    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
-    quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
-
-    @property
-    def name(self) -> str:
-        return type(self.estimator).__name__
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.estimator.min_probes
-
-    @property
-    def fallback(self) -> str:
-        return "SLQEstimator"
-
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
-        return exact_limit(self.num_steps)
-
-
-def found(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
+def describe_mismatch(operator: FlatOperator, function: AbstractSpectralFunction) -> str:
     """The part of an error message that describes an operator and a function that do not
     fit each other."""
     known = "known" if operator.hermitian else "not known"

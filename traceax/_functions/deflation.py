@@ -4,16 +4,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._krylov.lanczos_recurrence import BlockLanczos
+from .._krylov.block_lanczos import BlockLanczosDecomposition
 from .._numerics.dense import eigh, two_norm
+from .._quadrature.domain import slopes_at, used_nodes, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import (
-    gauss_rule,
-    slopes_at,
-    unresolved_of,
-    used_nodes,
-    values_at,
-)
+from .._quadrature.quadratic_form import gauss_rule
+from .._quadrature.rounding import unresolved_of
 from .._quadrature.rules import bracket_of, integrals, other_nodes, other_rules
 from .._quadrature.tridiagonal import Compression
 
@@ -50,7 +46,7 @@ class Deflation(eqx.Module):
     def of(
         cls,
         function: AbstractSpectralFunction,
-        run: BlockLanczos,
+        run: BlockLanczosDecomposition,
         steps: Int[Array, ""],
         kept: Int[Array, ""],
         width: int,

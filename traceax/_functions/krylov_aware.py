@@ -14,21 +14,21 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for, SphereSampler
 from .._core.solution import Estimate
-from .._krylov.lanczos import Lanczos
-from .._krylov.lanczos_recurrence import (
+from .._krylov.block_lanczos import (
     block_lanczos_advance,
     block_lanczos_run,
     block_lanczos_start,
     BlockLanczosState,
 )
+from .._krylov.lanczos import Lanczos
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import span
-from .._run.adaptive import Adaptive, largest_budget
+from .._quadrature.quadratic_form import spectral_range
+from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach
 from .._run.loop import embed
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
-from .base import AbstractFunctionEstimator, found
+from .base import AbstractFunctionEstimator, describe_mismatch
 from .deflated_forms import DeflatedForms
 from .deflation import Deflation
 from .gradients import AbstractFunctionGradient
@@ -138,7 +138,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -154,7 +154,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, rest, quantity)
 
         def choose(adaptive):
-            if isinstance(k, Adaptive) and k.state is not None:
+            if isinstance(k, Budget) and k.state is not None:
                 return k.state[0]
             return forms.choose_steps(adaptive, operator, excess, execution)
 
@@ -166,13 +166,13 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def form(flat, index):
             return forms.form(flat, index, steps, gradient.columns)
 
-        if isinstance(rest, Adaptive):
+        if isinstance(rest, Budget):
             spent = -(-deflated.steps * b // steps.made)
             rest = dataclasses.replace(rest, spent=spent)
         settings = operator, function, gradient, rest, execution
         streamed = stream_forms(form, *settings, width=steps.most, quantity=quantity)
         moments, extremes = streamed.summary
-        extremes = span(jnp.stack([extremes, forms.ends]))
+        extremes = spectral_range(jnp.stack([extremes, forms.ends]))
 
         def mean():
             left = deflation.left(function, operator.eps)
@@ -211,15 +211,16 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         if not Lanczos().fits(operator, function):
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
-                f"function of its eigenvalues. {found(operator, function)} Add the tag "
-                "that holds, or use `traceax.SLQEstimator`."
+                "function of its eigenvalues. "
+                f"{describe_mismatch(operator, function)} Add the tag that holds, or use "
+                "`traceax.SLQEstimator`."
             )
 
     def _deflate(
         self,
         operator: FlatOperator,
         function: AbstractSpectralFunction,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -232,7 +233,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
 
         def choose(adaptive):
-            if isinstance(k, Adaptive) and k.state is not None:
+            if isinstance(k, Budget) and k.state is not None:
                 return k.state[0]
             probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
             settings = Lanczos(), operator, function, None, probe, excess, execution
@@ -257,37 +258,37 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             advance = ft.partial(block_lanczos_advance, matmat, eps=eps)
             run = block_lanczos_start(start, total, eps=eps)
             steps = jnp.minimum(jnp.asarray(first, jnp.int32), total)
-            if isinstance(rest, Adaptive) and rest.state is not None:
+            if isinstance(rest, Budget) and rest.state is not None:
                 _, (earlier, steps, loop) = rest.state
                 run, rest = embed(run, earlier), dataclasses.replace(rest, state=loop)
             else:
                 run = advance(run, 0, steps)
-                if isinstance(rest, Adaptive) and by is not None:
+                if isinstance(rest, Budget) and by is not None:
                     settings = rest, quantity, advance, look
                     run, steps = _grow(*settings, run, steps, by.made)
             deflation = look(run, steps)
         return _Deflated(b, deflation, run, steps, rest, by)
 
     def _split(
-        self, k: int | Adaptive, by: Steps | None
-    ) -> tuple[int, Int[Array, ""] | int, int, int | Adaptive]:
+        self, k: int | Budget, by: Steps | None
+    ) -> tuple[int, Int[Array, ""] | int, int, int | Budget]:
         """The size of a block, how many steps it makes at first and at most, and the
         budget for the other probes."""
         if by is None:
             assert self.block is not None
             size, steps = self.block
             return size, steps, steps, k
-        if not isinstance(k, Adaptive):
+        if not isinstance(k, Budget):
             b = max(1, k // 4)
             return b, 2 * by.made, 2 * by.most, k - 2 * b
         b = max(1, k.round_size // 4)
         rounds = max(2, k.max_k // (2 * b))
-        rest = dataclasses.replace(k, max_k=k.max_k - rounds * b)
+        rest = k.limited_to(k.max_k - rounds * b)
         return b, 2 * by.made, rounds * by.most, rest
 
 
 def _grow(
-    k: Adaptive,
+    k: Budget,
     quantity: AbstractQuantity,
     advance: Callable[..., BlockLanczosState],
     look: Callable[[BlockLanczosState, Int[Array, ""]], Deflation],
@@ -305,7 +306,7 @@ def _grow(
     def unfinished(carry):
         _, steps, seen, gain = carry
         value, _ = quantity.present(unit * seen.value, jnp.zeros_like(unit))
-        return (steps < most) & (k.samples_saved(gain, value / unit, unit) > b)
+        return (steps < most) & (k.rule.samples_saved(gain, value / unit, unit) > b)
 
     def more(carry):
         run, steps, seen, _ = carry
@@ -334,7 +335,7 @@ class _Deflated(eqx.Module):
     deflation: Deflation
     run: BlockLanczosState
     steps: Int[Array, ""]
-    k: int | Adaptive
+    k: int | Budget
     first: Steps | None
 
     @property
@@ -342,7 +343,7 @@ class _Deflated(eqx.Module):
         return self.steps * self.b + (0 if self.first is None else self.first.spent)
 
     def state(self, loop: PyTree[Array]) -> PyTree[Array]:
-        return (self.run, self.steps, loop) if isinstance(self.k, Adaptive) else None
+        return (self.run, self.steps, loop) if isinstance(self.k, Budget) else None
 
 
 KrylovAwareEstimator.__init__.__doc__ = """**Arguments:**

@@ -12,11 +12,12 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate
 from .._numerics.dense import eigh, normalise, two_norm
 from .._numerics.frechet import divided_differences
+from .._quadrature.domain import check_domain, slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import check_domain, moved_by, slopes_at, values_at
+from .._quadrature.rounding import moved_by
 from .._run.execution import AbstractExecution
+from .action import first_order_only
 from .all_eigenvalues import bounds_around
-from .function_of import first_order_only
 
 
 def exact_diagonal_of_function(

@@ -18,7 +18,7 @@ from .._preconditioners.base import (
 )
 from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
 from .base import AbstractFunctionEstimator
@@ -74,7 +74,7 @@ class Prepared(eqx.Module):
     ) -> "Prepared":
         """`call` has the arguments of `prepare`."""
         k, made = call["k"], not isinstance(preconditioning, AbstractPreconditioner)
-        if not isinstance(k, Adaptive) or k.state is None:
+        if not isinstance(k, Budget) or k.state is None:
             return cls(preconditioning.prepare(operator, **call), call, made)
         earlier, loop = k.state
         rest: dict[str, Any] = call | {"k": dataclasses.replace(k, state=loop)}
@@ -170,7 +170,7 @@ class Preconditioned(AbstractFunctionEstimator):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,

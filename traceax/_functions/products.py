@@ -11,7 +11,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._krylov.lanczos_recurrence import LanczosState
 from .._preconditioners.base import AbstractPreconditioner
 from .._quadrature.functions import AbstractSpectralFunction
-from .function_of import Action
+from .action import Action
 
 
 class BeyondOne(AbstractSpectralFunction):

@@ -10,18 +10,15 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate
 from .._quadrature.convergence import Convergence
+from .._quadrature.domain import check_domain
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import (
-    check_domain,
-    check_precision,
-    QuadraticForm,
-    span,
-)
-from .._run.adaptive import Adaptive
+from .._quadrature.quadratic_form import QuadraticForm, spectral_range
+from .._quadrature.rounding import check_precision
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative
-from .._run.loop import stream, Streamed
 from .._run.steps import Steps
+from .._run.stream import stream, Streamed
 from .gradients import AbstractFunctionGradient
 
 
@@ -135,7 +132,7 @@ def stream_forms(
     operator: FlatOperator,
     function: AbstractSpectralFunction,
     gradient: AbstractFunctionGradient,
-    k: int | Adaptive,
+    k: int | Budget,
     execution: AbstractExecution,
     *,
     width: int,
@@ -157,11 +154,11 @@ def stream_forms(
 
     def reduce(outs, valid):
         samples, (errors, extremes, _) = outs
-        return FormMoments.of(samples, errors, valid), span(extremes)
+        return FormMoments.of(samples, errors, valid), spectral_range(extremes)
 
     def merge(parts):
         moments, extremes = parts
-        return FormMoments.merge(moments), span(extremes, moments.count)
+        return FormMoments.merge(moments), spectral_range(extremes, moments.count)
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity
@@ -172,7 +169,7 @@ def estimate_of_forms(
     streamed: Streamed,
     operator: FlatOperator,
     function: AbstractSpectralFunction,
-    k: int | Adaptive,
+    k: int | Budget,
     steps: Steps,
     excess: Callable[[Array, tuple[Array, Array], float], Real[Array, ""]],
     *,
@@ -209,7 +206,7 @@ def estimate_of_forms(
     if steps.chosen:
         ends = mean.real - errors[0], mean.real + errors[1]
         missed = jnp.max(errors) > bar
-        if isinstance(k, Adaptive):
+        if isinstance(k, Budget):
             missed = excess(mean, ends, 0) > 1
         missed |= convergence.hides(mean, 4 * bar)
         std_err = jnp.hypot(std_err, jnp.max(errors))

@@ -13,12 +13,12 @@ from .._krylov.arnoldi import Arnoldi
 from .._krylov.base import AbstractKrylovMethod
 from .._krylov.golub_kahan import GolubKahan
 from .._krylov.lanczos import Lanczos
+from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import worst
-from .._run.adaptive import Adaptive, largest_budget
+from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
-from .base import AbstractFunctionEstimator, found
+from .base import AbstractFunctionEstimator, describe_mismatch
 from .gradients import AbstractFunctionGradient
 from .samples import estimate_of_forms, stream_forms
 
@@ -124,7 +124,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         function: AbstractSpectralFunction,
         gradient: AbstractFunctionGradient,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -163,7 +163,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         estimate = estimate_of_forms(
             *(streamed, operator, function, k, steps, excess),
             live=streamed.mean,
-            extremes=worst(extremes),
+            extremes=critical_extremes(extremes),
         )
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
         return dataclasses.replace(estimate, num_matvecs=products, probes=probes)
@@ -179,7 +179,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         names = " or ".join(f"`{type(method).__name__}`" for method in methods)
         raise ValueError(
             f"`krylov` must fit the operator and the function. Found {names}. "
-            f"{found(operator, function)} Leave `krylov` out, or tag the operator."
+            f"{describe_mismatch(operator, function)} Leave `krylov` out, or tag the "
+            "operator."
         )
 
 

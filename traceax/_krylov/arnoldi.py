@@ -14,10 +14,10 @@ from .._quadrature.functions import AbstractSpectralFunction, Power
 from .._quadrature.quadratic_form import QuadraticForm
 from .._quadrature.rules import finite, roundoff
 from .arnoldi_recurrence import (
-    Arnoldi as Run,
     arnoldi_advance,
     arnoldi_run,
     arnoldi_start,
+    ArnoldiDecomposition,
 )
 from .base import AbstractKrylovMethod
 from .lanczos_recurrence import unit
@@ -230,7 +230,7 @@ def _change(
 
 def _hidden(
     matrix: Inexact[Array, "s s"],
-    run: Run,
+    run: ArnoldiDecomposition,
     function: AbstractSpectralFunction,
     value: Inexact[Array, ""],
     deviation: Real[Array, ""],

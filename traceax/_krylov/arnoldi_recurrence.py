@@ -8,7 +8,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._numerics.gram_schmidt import unit
 
 
-class Arnoldi(eqx.Module):
+class ArnoldiDecomposition(eqx.Module):
     """`A Q = Q H + r e_s*` with `H = Q* A Q` upper Hessenberg, for any square A.
 
     - `matrix`: H. After a breakdown (an invariant subspace) its columns are 0. So they
@@ -80,9 +80,9 @@ def arnoldi_advance(
     return ArnoldiState(carry, buffers, state.norm)
 
 
-def arnoldi_run(state: ArnoldiState, steps: Int[Array, ""] | int) -> Arnoldi:
+def arnoldi_run(state: ArnoldiState, steps: Int[Array, ""] | int) -> ArnoldiDecomposition:
     """What `steps` steps have found, all that were made."""
     (_, _, residual), (basis, matrix) = state.carry, state.buffers
     made = jnp.arange(len(matrix)) < steps
     matrix = jnp.where(made[:, None], matrix, 0)
-    return Arnoldi(matrix, residual, basis, state.norm, steps - 1)
+    return ArnoldiDecomposition(matrix, residual, basis, state.norm, steps - 1)

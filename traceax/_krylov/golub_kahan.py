@@ -9,16 +9,15 @@ from .._core.flat import FlatOperator
 from .._numerics.dense import eigh, svd
 from .._numerics.frechet import divided_differences, few_pairs
 from .._numerics.gram_schmidt import unit
+from .._quadrature.domain import subgradients_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import (
-    combine,
+    combine_ritz_vectors,
     deviation_of,
     gauss_rule,
     QuadraticForm,
-    subgradients_at,
-    unresolved_of,
-    values_at,
 )
+from .._quadrature.rounding import unresolved_of
 from .._quadrature.rules import (
     bracket_of,
     change_below,
@@ -187,8 +186,8 @@ class GolubKahan(AbstractKrylovMethod):
         return QuadraticForm(
             value=square * value,
             deviation=run.norm * deviation_of(vh[:, 0], values, value),
-            left=run.norm * combine(left, u.T, run.left),
-            right=run.norm * combine(right, vh, run.right),
+            left=run.norm * combine_ritz_vectors(left, u.T, run.left),
+            right=run.norm * combine_ritz_vectors(right, vh, run.right),
             residual=residual,
             bracket=square * bracket,
             magnitude=square * magnitude,

@@ -9,7 +9,7 @@ from .._numerics.gram_schmidt import dot, orthogonalise, put_row, unit
 from .lanczos_recurrence import cut
 
 
-class GolubKahan(eqx.Module):
+class Bidiagonalisation(eqx.Module):
     """`A V = U B` and `A* U = V B* + r e_s*` with B upper bidiagonal, for any A of shape
     (m, n).
 
@@ -100,7 +100,9 @@ def golub_kahan_advance(
     return GolubKahanState(carry, buffers, state.norm)
 
 
-def golub_kahan_run(state: GolubKahanState, steps: Int[Array, ""] | int) -> GolubKahan:
+def golub_kahan_run(
+    state: GolubKahanState, steps: Int[Array, ""] | int
+) -> Bidiagonalisation:
     """What `steps` steps have found, all that were made."""
     lefts, rights, entries = state.buffers
     diagonal, above, projected_diagonal, projected_above = entries.T
@@ -108,7 +110,7 @@ def golub_kahan_run(state: GolubKahanState, steps: Int[Array, ""] | int) -> Golu
     above = cut(above, last)
     # After a breakdown all of them are 0.
     broken = jnp.append(False, above[:-1] == 0)
-    return GolubKahan(
+    return Bidiagonalisation(
         diagonal=jnp.where(broken, diagonal[0], diagonal),
         above=above,
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),

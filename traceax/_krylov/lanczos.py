@@ -9,19 +9,21 @@ from .._core.flat import FlatOperator
 from .._numerics.dense import eigh
 from .._numerics.frechet import divided_differences, few_pairs
 from .._numerics.gram_schmidt import unit
-from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.quadratic_form import (
-    combine,
-    deviation_of,
-    gauss_rule,
-    inside,
-    QuadraticForm,
+from .._quadrature.domain import (
+    clip_to_domain,
+    mark_poles,
     slopes_at,
-    unresolved_of,
     used_nodes,
     values_at,
-    with_poles,
 )
+from .._quadrature.functions import AbstractSpectralFunction
+from .._quadrature.quadratic_form import (
+    combine_ritz_vectors,
+    deviation_of,
+    gauss_rule,
+    QuadraticForm,
+)
+from .._quadrature.rounding import unresolved_of
 from .._quadrature.rules import (
     bracket_of,
     change_below,
@@ -165,8 +167,8 @@ class Lanczos(AbstractKrylovMethod):
         bounds, further = further[: len(rules)], further[len(rules) :]
         others = [*map(function, other_nodes(function, bounds, lower))]
         for moved in further.at[0].add(run.neglected):
-            inner = inside(function, moved, floor)
-            others.append(with_poles(function, moved, function(inner)))
+            inner = clip_to_domain(function, moved, floor)
+            others.append(mark_poles(function, moved, function(inner)))
         others = integrals(others, directions, jnp.ones(1, bool))
         others, (again, *earlier) = others[: len(rules)], others[len(rules) :]
         degree = 2 * made - 1
@@ -181,8 +183,8 @@ class Lanczos(AbstractKrylovMethod):
         return QuadraticForm(
             value=square * value,
             deviation=run.norm * deviation_of(vectors[0], values, value),
-            left=run.norm * combine(left, vectors.T, run.basis),
-            right=run.norm * combine(right, vectors.T, run.basis),
+            left=run.norm * combine_ritz_vectors(left, vectors.T, run.basis),
+            right=run.norm * combine_ritz_vectors(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,
             magnitude=square * magnitude,

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.scipy.linalg
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
+from .._core.jax_interfaces import batching, mlir, Primitive
 from .._core.threefry import fast
 
 

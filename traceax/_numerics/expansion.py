@@ -1,8 +1,16 @@
 """Estimates of a whole operator from a sketch, from which any linear quantity is read.
 
 A *pair* of arrays `(left, image)`, each with vectors of length n as its rows, stands for
-the matrix of the sum over its rows of `image left*`. A sketch gives m estimates of the
-operator, each the sum of pairs that all share and of pairs of its own.
+the sum over its rows of the matrices `image left*`. A sketch gives m estimates of the
+operator, each the sum of a pair that all share and of pairs of its own. A quantity of
+estimate j is a sample `t_j`; with `t_(j|i)` the sample with probe i left out as well, the
+variance of the mean of the samples is estimated by
+
+    s^2 / m + sum_(i != j) (t_i - t_(i|j)) conj(t_j - t_(j|i)) / (m (m - 1)).
+
+In the code: the rows of `own` are the estimates' own pairs, `changes` gives the pairs of
+`t_(j|i) - t_j`, and the second term is `covariance`. It is derived on the page
+"Leave-one-out" of the developer documentation.
 """
 
 import abc
@@ -21,9 +29,10 @@ from .leave_one_out import Pairs, two
 
 Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
 
-# With how many others a probe is paired for a covariance, at most: with more, error bars
-# are at most 6% shorter and hold as often, at a price that grows with the square of k.
-_MET = 32
+# The largest number of partners of a probe in a covariance. With all pairs, error bars
+# are at most 6% shorter and their coverage is the same, but the cost grows with the
+# square of the number of probes ("Not all pairs" on the page "Leave-one-out").
+_MAX_PARTNERS = 32
 
 
 class AbstractExpansion(eqx.Module):
@@ -31,12 +40,12 @@ class AbstractExpansion(eqx.Module):
     `(r, n)`, which stand for the sum over their rows of `image left*`.
 
     - `shared`: a pair that all estimates have in common.
-    - `shift`: a multiple of the identity that they have in common, too.
-    - `probes`: rows, one for each estimate, with `E[probe probe*] = I`, which stand for
-        the identity where a quantity depends on more than the diagonal. `None` if the
+    - `shift`: a multiple of the identity that they also have in common.
+    - `probes`: rows, one for each estimate, with `E[probe probe*] = I`. They represent
+        the identity for a quantity that depends on more than the diagonal. `None` if the
         shift is zero.
     - `products`: an array of shape `(p, n)` whose columns have about the norms of the
-        rows of the operator, or of the part of them that was seen.
+        rows of the operator, or of the part of it that the probes reveal.
     """
 
     shared: eqx.AbstractVar[Pair]
@@ -46,12 +55,12 @@ class AbstractExpansion(eqx.Module):
 
     @abc.abstractmethod
     def own(self) -> Sequence[Pair]:
-        """What estimates do not share.
+        """The part of each estimate that the others do not share.
 
         **Returns:**
 
-        Pairs `left, image` of arrays of shape `(m, n)`, of which row j belongs to
-        estimate j. They are added up.
+        Pairs `left, image` of arrays of shape `(m, n)`. Estimate j is `shared` plus the
+        sum over the pairs of their rows j.
         """
 
     @abc.abstractmethod
@@ -91,54 +100,56 @@ class Independent(AbstractExpansion):
 
 
 class AbstractLeaveOneOut(AbstractExpansion):
-    """Estimates that share a basis, each with its own probe left out of it."""
+    """Estimates that share a basis, each with its own probe left out of the basis."""
 
     @abc.abstractmethod
     def changes(self, other: Int[Array, " m"]) -> Sequence[Pair]:
-        """How estimates change when another probe is left out of them, too.
+        """How estimates change when a second probe is left out of each.
 
         **Arguments:**
 
-        - `other`: for each estimate j the index of that probe, integers of shape `(m,)`.
+        - `other`: for each estimate, the index of the second probe, integers of shape
+            `(m,)`.
 
         **Returns:**
 
-        Pairs `left, image` of arrays of shape `(m, n)`, whose rows j add up to the change
-        of estimate j.
+        Pairs `left, image` of arrays of shape `(m, n)`. The change of estimate j is the
+        sum over the pairs of their rows j.
         """
 
     def covariance(
         self, quantity: AbstractQuantity, valid: Bool[Array, " m"] | None
     ) -> Real[Array, "*q"] | float:
-        """See `leave_one_out.sample_covariance`. Meets pairs of probes by the distance
-        between their indices around a circle, the nearest ones: in the mean all pairs are
-        alike."""
+        """See `leave_one_out.sample_covariance`. It uses only pairs of nearby indices,
+        cyclically: all pairs have the same expectation."""
         m = len(self.own()[0][0])
         index, count = jnp.arange(m), m if valid is None else jnp.sum(valid)
-        around = jnp.maximum(count, 1)
+        period = jnp.maximum(count, 1)
 
         def add(distance, total):
-            ahead, behind = (index + distance) % around, (index - distance) % around
-            ours = _rows(quantity, self.changes(ahead))
-            product = ours * _rows(quantity, self.changes(behind))[ahead].conj()
-            # Pairs at opposite points of the circle are met twice.
+            ahead, behind = (index + distance) % period, (index - distance) % period
+            change = _rows(quantity, self.changes(ahead))
+            mirrored = _rows(quantity, self.changes(behind))[ahead]
+            product = change * mirrored.conj()
+            # Twice for (i, j) and (j, i), which are conjugate; at half of the period both
+            # are among the rows already.
             weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
             return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
 
         zeros = jnp.zeros_like(_rows(quantity, self.own())[0].real)
-        farthest = jnp.minimum(count // 2, _MET // 2)
+        farthest = jnp.minimum(count // 2, _MAX_PARTNERS // 2)
         total = jax.lax.fori_loop(1, farthest + 1, add, zeros)
-        return total / jnp.maximum(count * jnp.minimum(count - 1, _MET), 1)
+        return total / jnp.maximum(count * jnp.minimum(count - 1, _MAX_PARTNERS), 1)
 
 
 def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
-    """The sum over the pairs of the quantity of each row."""
+    """The quantity of each row, summed over the pairs."""
     return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
 
 
 def _sum(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
-    """Their sum. That of long rows takes a reduction on CPU forty times as long as this
-    product."""
+    """The sum of the rows. For long rows a reduction takes forty times as long on CPU as
+    this matrix product."""
     return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision="highest")
 
 
@@ -146,7 +157,7 @@ class Reading(eqx.Module):
     """The estimates of a quantity from several estimates of an operator, and their error.
 
     - `samples`: the quantity of each estimate, if it is a scalar.
-    - `moments`: of the samples.
+    - `moments`: the moments of the samples.
     - `std_err`: the standard error of their mean.
     - `magnitude`: what rounding errors are relative to.
     - `extra`: entries for `Solution.stats`.
@@ -166,8 +177,8 @@ def read(
     *,
     skewed: bool,
 ) -> Reading:
-    """The quantity of the estimates that are `valid`, which are the first ones, and may
-    be `skewed`."""
+    """The quantity of the `valid` estimates, which come first. Samples may be
+    `skewed`."""
     ones = jnp.ones_like(expansion.products[0])
     common, own = _sum(_rows(quantity, [expansion.shared])), expansion.own()
     if quantity.diagonal_only:
@@ -178,11 +189,16 @@ def read(
     moments = Moments.of(samples, valid, skewed=skewed)
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
-    seen = _rows(quantity, [(expansion.products, expansion.products)])
-    # A basis is accurate to the roundoff of its columns, whatever the size of an entry.
-    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(seen))))
-    kept = samples if samples.ndim == 1 else None
-    return Reading(kept, moments, std_err, magnitude)
+    squares = _rows(quantity, [(expansion.products, expansion.products)])
+    # One number for all entries: a basis is accurate to the roundoff of its columns,
+    # whatever the size of an entry.
+    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(squares))))
+    return Reading(
+        samples=samples if samples.ndim == 1 else None,
+        moments=moments,
+        std_err=std_err,
+        magnitude=magnitude,
+    )
 
 
 def noise_gain(
@@ -190,7 +206,7 @@ def noise_gain(
     probes: Inexact[Array, "m n"],
     valid: Bool[Array, " m"] | None,
 ) -> Real[Array, "*q"]:
-    """The standard deviation of the quantity of a matrix of independent entries of
+    """The standard deviation of the quantity for a matrix of independent entries of
     variance one, estimated from pairs of independent probes."""
     squares = jnp.abs(_rows(quantity, [(probes, jnp.roll(probes, 1, axis=0))])) ** 2
     count = len(probes) if valid is None else jnp.maximum(jnp.sum(valid), 1)
@@ -198,9 +214,10 @@ def noise_gain(
 
 
 def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
-    """A covariance with less noise. That of an entry alone is noisy, and the correlation
-    pooled over all entries is wrong where entries differ. So this is the pooled one or,
-    if larger, the mean of both; for a single entry it is the entry's own."""
+    """A covariance with less noise. The covariance of a single entry is noisy, and the
+    correlation pooled over all entries is wrong where entries differ. So an entry gets
+    the pooled one or, if larger, the mean of the pooled one and its own. A scalar
+    quantity gets its own."""
     variance = moments.count * moments.independent_std_err**2
     variance = jnp.where(moments.count > 1, variance, 0)
     covariance = jnp.asarray(covariance, variance.dtype)
@@ -214,17 +231,17 @@ class OneSided(AbstractLeaveOneOut):
 
         X P_j W* + X s_j (s_j* r_j) omega_j*,
 
-    the part of A in the range of a basis without probe j, and the rest by probe j:
-    `A omega_j = X r_j`.
-    Then X W* is shared, and `s_j` is the direction in which the coordinates `r_j` leave
-    those of the other probes (Epperly, Tropp and Webber, SIMAX 45, 2024, section 2.2).
+    the part of A in the range of a basis without probe j, plus the sample of the
+    remainder by probe j, where `A omega_j = X r_j`. All share `X W*`, and `s_j` is the
+    unit vector orthogonal to the coordinates `r_i` of the other probes (Epperly, Tropp
+    and Webber, SIMAX 45, 2024, section 2.2).
 
     - `images`, `lefts`: rows `X s_j` and `W s_j`.
     - `residuals`: rows `conj(s_j* r_j) omega_j - W s_j`.
-    - `gram`: `S* S`.
-    - `dropped`: rows `omega_j` and what `X r_j` lacks of `A omega_j`, where X has less
-        than the rank of the products: too small to span a basis, and perhaps, in low
-        precision, most of the diagonal.
+    - `gram`: `S* S`, with S the matrix of the columns `s_j`.
+    - `dropped`: rows `omega_j` and `A omega_j - X r_j`, if X has less than the rank of
+        the products. These differences are too small to span a basis, but in low
+        precision they may be most of the diagonal.
     """
 
     shared: Pair
@@ -254,17 +271,18 @@ class OneSided(AbstractLeaveOneOut):
     ) -> Real[Array, "*q"] | float:
         if not quantity.entrywise:
             return super().covariance(quantity, valid)
-        # Of the first probes, as in the mean all pairs are alike.
-        g = self.gram[:_MET, :_MET]
-        det, known = Pairs.of(g).det, jnp.ones(len(g), bool)
-        if valid is not None:
-            known = valid[:_MET]
-        # Of directions that are nearly the same all digits would cancel below.
-        used = two(known) & (det > jnp.finfo(det.dtype).eps ** 0.25)
+        # The first probes are enough: all pairs have the same expectation.
+        first = slice(_MAX_PARTNERS)
+        g = self.gram[first, first]
+        det = Pairs.of(g).det
+        counted = jnp.ones(len(g), bool) if valid is None else valid[first]
+        # Nearly equal directions are left out: all digits would cancel below.
+        used = two(counted) & (det > jnp.finfo(det.dtype).eps ** 0.25)
         w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
         # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +
-        # G_ij e_j) (b_j + G_ij conj(e_i)), without an array for each pair of probes.
-        a, b, e = self.images[:_MET], self.lefts[:_MET], self.residuals[:_MET].conj()
+        # G_ij e_j) (b_j + G_ij conj(e_i)), multiplied out: each term is a matrix between
+        # a factor of i and one of j, and no array of pairs times n is needed.
+        a, b, e = self.images[first], self.lefts[first], self.residuals[first].conj()
         size, g2 = jnp.abs(a) ** 2, jnp.abs(g) ** 2
         terms = [
             (a * b.conj(), w, a.conj() * b),
@@ -279,6 +297,7 @@ class OneSided(AbstractLeaveOneOut):
         if jnp.iscomplexobj(g):
             terms += mirrored
         else:
+            # Real terms and their mirror images differ in the matrix only.
             both = zip(terms, mirrored, strict=True)
             terms = [(x, one + other, y) for (x, one, y), (_, other, _) in both]
         terms += [

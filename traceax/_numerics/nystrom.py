@@ -1,3 +1,17 @@
+"""The Nystrom approximation `B B*` of a positive semidefinite operator, from probes.
+
+With an orthonormal basis Q of the probes, `A_nu = A + nu I` and the eigenvalue
+decomposition `Q* A_nu Q = U diag(h) U*`,
+
+    B B* = A_nu Q (Q* A_nu Q)^-1 (A_nu Q)*,    B = A_nu Q T*,    T = diag(h)^(-1/2) U*.
+
+In the code: Q is `basis`, `A Q` is `products`, `Q* A Q` is `core`, nu is `shift`, T is
+`whitener`, and B is `factor`.
+
+Reference: Tropp, Yurtsever, Udell and Cevher, Fixed-rank approximation of a
+positive-semidefinite matrix from streaming data, NeurIPS 2017, Algorithm 3.
+"""
+
 from collections.abc import Callable
 
 import equinox as eqx
@@ -11,15 +25,12 @@ from .growth import border, extend, put, put_rows, rescale
 class Nystrom(eqx.Module):
     """The Nystrom approximation `B B*` of `A + shift I` (A positive semidefinite).
 
-    Made from the products `Y = A Q` with an orthonormal `Q`. With
-    `Q* (A + shift I) Q = U diag(h) U*` it is `B = (Y + shift Q) U diag(h)^(-1/2)`.
-
     - `factor`: B.
-    - `whitener`: `diag(h)^(-1/2) U*`, which maps coordinates in `Q` to those of B.
-    - `shift`: the error of Y, for the stability of Algorithm 3 of Tropp, Yurtsever, Udell
-        and Cevher, NeurIPS 2017, arXiv:1706.05736: that of its dtype, or the larger one
-        that the asymmetry of `Q* Y` shows (products in TF32, or from an inner solve).
-    - `semidefinite`: False where A was seen to have a negative eigenvalue.
+    - `whitener`: T, which maps coordinates in Q to those of B.
+    - `shift`: nu, the error of the products, as Algorithm 3 needs for its stability: that
+        of their dtype, or a larger one if the asymmetry of `Q* A Q` shows it (products in
+        TF32, or from an inner solve).
+    - `semidefinite`: False if A has a negative eigenvalue beyond rounding.
     """
 
     factor: Inexact[Array, "n m"]
@@ -45,8 +56,8 @@ def nystrom(
     *,
     indefinite: bool = False,
 ) -> Nystrom:
-    """`basis` is Q (orthonormal or zero columns), `products` is A Q. Of an `indefinite` A
-    the part on directions in which Q* A Q is positive."""
+    """The approximation, from a `basis` of orthonormal or zero columns. For an
+    `indefinite` A, it is restricted to the directions in which `Q* A Q` is positive."""
     core, size = basis.conj().T @ products, jnp.linalg.norm(products)
     whitener, shift, semidefinite = whiten(core, size, eps, indefinite=indefinite)
     factor = (products + shift * basis) @ whitener.conj().T
@@ -62,13 +73,16 @@ def whiten(
 ) -> tuple[Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""]]:
     """`whitener`, `shift` and `semidefinite` of [`Nystrom`][], from `core = Q* A Q` and
     `size = ||A Q||_F`."""
+    # Of a Hermitian A the exact core is Hermitian, so its asymmetry is an error of the
+    # products that their dtype does not show.
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
     if indefinite:
         root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
     else:
-        # Leaving out a probe is exact where all of C + shift I is inverted.
+        # No eigenvalue may be dropped, even if rounding made it negative: leaving out a
+        # probe is exact only where all of core + shift I is inverted.
         shift = jnp.maximum(shift, -2 * values[0])
         root = jnp.sqrt(values + shift)
     whitener = (
@@ -80,8 +94,8 @@ def whiten(
 class GrowingNystrom(eqx.Module):
     """The products that a Nystrom approximation is made from, in buffers that grow.
 
-    A Q = `q @ r` in units of `scale`, Q the orthonormal `basis` of the probes, q another;
-    `core` is `basis* q`.
+    In units of `scale`, `A Q = q r` with the orthonormal `basis` Q of the probes and
+    another orthonormal basis `q` of the products; `core` is `Q* q`.
     """
 
     basis: Inexact[Array, "n m"]
@@ -94,7 +108,7 @@ class GrowingNystrom(eqx.Module):
     def empty(n: int, m: int, dtype: DTypeLike) -> "GrowingNystrom":
         tall, square = jnp.zeros((n, m), dtype), jnp.zeros((m, m), dtype)
         scale = jnp.ones((), jnp.finfo(dtype).dtype)
-        return GrowingNystrom(tall, tall, square, square, scale)
+        return GrowingNystrom(basis=tall, q=tall, r=square, core=square, scale=scale)
 
     def grow(
         self,
@@ -103,10 +117,12 @@ class GrowingNystrom(eqx.Module):
         i: Int[Array, ""],
         eps: float,
     ) -> tuple["GrowingNystrom", Inexact[Array, "m b"]]:
-        """With block i, from b products, and the coordinates of the probes in Q."""
+        """The buffers with block i, from b matvecs, and the coordinates of the probes in
+        Q."""
         n, b = probes.shape
         roundoff = float(jnp.finfo(probes.dtype).eps)
-        new = extend(self.basis, probes, i, b * roundoff, n**0.5)
+        # Probes have about the length sqrt(n).
+        new = extend(self.basis, probes, i, eps=b * roundoff, scale=n**0.5)
         basis = put(self.basis, new.block, i)
         products, scale = rescale(matmat(new.block), self.scale, i)
         image = extend(self.q, products, i)
@@ -114,19 +130,21 @@ class GrowingNystrom(eqx.Module):
         r = put(self.r, put_rows(image.coefficients, image.coupling, i), i)
         (core,) = border([self.core], [(basis, q)], i, b)
         coordinates = put_rows(new.coefficients, new.coupling, i)
-        return GrowingNystrom(basis, q, r, core, scale), coordinates
+        grown = GrowingNystrom(basis=basis, q=q, r=r, core=core, scale=scale)
+        return grown, coordinates
 
     def whiten(
         self, eps: float, *, indefinite: bool = False
     ) -> tuple[
         Inexact[Array, "m m"], Real[Array, ""], Bool[Array, ""], Inexact[Array, "m m"]
     ]:
-        """`whitener`, `shift`, `semidefinite` of the approximation, and `B* B`."""
+        """`whitener`, `shift`, `semidefinite` of the approximation, and `B* B`, without
+        the tall B."""
         core = self.core @ self.r
         size = jnp.linalg.norm(self.r)
         whitener, shift, semidefinite = whiten(core, size, eps, indefinite=indefinite)
         present = jnp.sum(jnp.abs(self.basis) ** 2, axis=0)
-        # B = (q r + shift Q) W*
+        # B = (q r + shift Q) T*
         image = self.r @ whitener.conj().T
         inner = shift * (core + core.conj().T) + shift**2 * jnp.diag(present)
         gram = image.conj().T @ image + whitener @ inner @ whitener.conj().T

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
 from jaxtyping import Array, Inexact
+
+from .._core.jax_interfaces import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
 
 
 # Functions of one number, applied to each entry: their second derivative is a vector. A

@@ -1,5 +1,23 @@
-"""The samples of XTrace, `tr(A P_i) + c_i v_i* A v_i` with a basis without probe i, from
-small matrices; and the pairs that they are the traces of."""
+"""The samples of XTrace from small matrices, and the estimates of the operator that they
+are traces of.
+
+With `A Omega = Q R`, `W = Q* Omega` (columns `w_j`) and `s_j` the unit vector for which
+`Q s_j` is orthogonal to the other columns of `A Omega`, sample j is
+
+    t_j = tr(H) - s_j* H s_j + c_j v_j* A v_j,    H = Q* A Q,
+    v_j = omega_j - Q (I - s_j s_j*) w_j,
+
+with `c_j = 1`, or with resphering `c_j = (n - r + 1) / |v_j|^2` for R of rank r. No
+further matvec is needed, as `A v_j = A omega_j - A Q (I - s_j s_j*) w_j`.
+
+In the code: `s_j` is a column of `loo.directions`, r is `loo.rank`, `s_j* w_j` is `beta`,
+and `e_j = omega_j - Q w_j` is the part of a probe outside the range of Q.
+
+Reference: Epperly, Tropp and Webber, XTrace: making the most of every sample in
+stochastic trace estimation, SIMAX 45 (2024), sections 2.2 and 2.3 for leaving out one
+probe. The page "Leave-one-out" of the developer documentation has the derivation, also
+with two probes left out.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +31,7 @@ from .leave_one_out import LeaveOneOut, Pairs, resphere
 
 
 class SmallMatrices(eqx.Module):
-    """The products of the tall arrays that XTrace needs, where `A Omega = Q R`."""
+    """The inner products of tall arrays that XTrace needs, where `A Omega = Q R`."""
 
     r: Inexact[Array, "m m"]
     h: Inexact[Array, "m m"]  # Q* A Q
@@ -41,8 +59,9 @@ def two_sided_samples(
     h, w = u.conj().T @ small.h @ u, u.conj().T @ small.w
     across = small.across @ u - w.conj().T @ h  # [j, :] = e_j* A Q
     back = r - h @ w  # [:, j] = Q* A e_j
-    # e_j* A e_j. What `r` loses by its rank, the whole R has: it may be small beside the
-    # largest singular value, and in low precision most of the trace.
+    # e_j* A e_j. Its first term takes the whole R, not `r`, which is cut at its rank:
+    # what is cut is small beside the largest singular value, but in low precision it may
+    # be most of the trace.
     forms = small.w.conj() * small.r
     outside = jnp.sum(forms - w.conj() * r - across.T * w, axis=0)
 
@@ -55,16 +74,16 @@ def two_sided_samples(
     def own_form(beta):
         return outside + beta * a_es + beta.conj() * a_se + jnp.abs(beta) ** 2 * a_ss
 
-    def factor(removed, inside):
+    def factor(removed, captured):  # of the squared length of a probe, by the basis
         if not improved:
-            return jnp.ones_like(inside)
-        return resphere(n, loo.rank - removed, small.norms, inside)
+            return jnp.ones_like(captured)
+        return resphere(n, loo.rank - removed, small.norms, captured)
 
-    all_inside = jnp.sum(jnp.abs(w) ** 2, axis=0)
+    captured = jnp.sum(jnp.abs(w) ** 2, axis=0)
     trace = jnp.sum(diagonal(h))
 
     beta = diagonal(inner)
-    c = factor(essential, all_inside - jnp.abs(beta) ** 2)
+    c = factor(essential, captured - jnp.abs(beta) ** 2)
     samples = trace - a_ss + c * own_form(beta)
 
     pairs = Pairs.of(directions.conj().T @ directions)
@@ -77,30 +96,30 @@ def two_sided_samples(
         + beta_pair.conj() * alpha * form.T
     )
     restored = (inner.conj() * alpha + beta.conj() * beta_pair).real
-    c_pair = factor(essential[:, None] + essential, all_inside - restored)
+    c_pair = factor(essential[:, None] + essential, captured - restored)
     without = trace - pairs.trace(form) + c_pair * (own_form(beta_pair) + cross_form)
     return samples, without
 
 
 class TwoSided(AbstractLeaveOneOut):
     """Estimate j is `A Q P_j Q* + c_j A v_j v_j*`, with `P_j = I - s_j s_j*` and
-    `v_j = omega_j - Q P_j w_j`; A Q Q* is shared.
+    `v_j = omega_j - Q P_j w_j`. All share `A Q Q*`.
 
     - `bases`, `images`: rows `Q s_j` and `A Q s_j`.
-    - `rest`, `rest_images`: rows `v_j` and `A v_j`.
-    - `inner`: `S* W`.
-    - `norms`, `inside`: `|omega_j|^2` and `|w_j|^2`.
+    - `remainders`, `remainder_images`: rows `v_j` and `A v_j`.
+    - `inner`: `S* W`, with S the matrix of the columns `s_j`.
+    - `norms`, `captured`: `|omega_j|^2` and `|w_j|^2`.
     """
 
     shared: Pair
     products: Inexact[Array, "m n"]
     bases: Inexact[Array, "m n"]
     images: Inexact[Array, "m n"]
-    rest: Inexact[Array, "m n"]
-    rest_images: Inexact[Array, "m n"]
+    remainders: Inexact[Array, "m n"]
+    remainder_images: Inexact[Array, "m n"]
     inner: Inexact[Array, "m m"]
     norms: Real[Array, " m"]
-    inside: Real[Array, " m"]
+    captured: Real[Array, " m"]
     loo: LeaveOneOut
     improved: bool = eqx.field(static=True)
     shift: float = 0.0
@@ -120,19 +139,21 @@ class TwoSided(AbstractLeaveOneOut):
         beta = (self.inner[other, index] - across.conj() * own) / root
         essential = self.loo.essential.astype(int)
         c = self._factor(essential + essential[other], jnp.abs(beta) ** 2)
-        rest = self.rest + beta[:, None] * base
-        rest_image = self.rest_images + beta[:, None] * image
-        left, right = self._remainder()
-        return [(-base, image), (c[:, None] * rest, rest_image), (-left, right)]
+        remainder = self.remainders + beta[:, None] * base
+        remainder_image = self.remainder_images + beta[:, None] * image
+        before, unchanged = self._remainder()
+        after = c[:, None] * remainder, remainder_image
+        return [(-base, image), after, (-before, unchanged)]
 
     def _remainder(self) -> Pair:
         c = self._factor(self.loo.essential.astype(int), 0.0)
-        return c[:, None] * self.rest, self.rest_images
+        return c[:, None] * self.remainders, self.remainder_images
 
     def _factor(
         self, removed: Int[Array, " m"], restored: Real[Array, " m"] | float
     ) -> Real[Array, " m"]:
         if not self.improved:
             return jnp.ones_like(self.norms)
-        inside = self.inside - jnp.abs(diagonal(self.inner)) ** 2 - restored
-        return resphere(self.rest.shape[1], self.loo.rank - removed, self.norms, inside)
+        captured = self.captured - jnp.abs(diagonal(self.inner)) ** 2 - restored
+        n = self.remainders.shape[1]
+        return resphere(n, self.loo.rank - removed, self.norms, captured)

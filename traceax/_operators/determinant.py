@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
-from .._core.flat import dtypes
 from .diagonal import diagonal_cost
+from .tags import dtypes
 
 
 class SignLog(NamedTuple):

@@ -1,28 +1,32 @@
-import jax
+"""A A* of an operator A."""
+
+import dataclasses
+
+import equinox as eqx
 import jax.numpy as jnp
-import lineax as lx
+from jaxtyping import Array, Inexact
 
-from .._core.flat import flatten, unflatten
+from .._core.flat import FlatOperator
 
 
-def gram(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
-    """A A*, positive semidefinite: a product with A*, and one with A."""
-    flat = flatten(operator)
-    limits = jnp.finfo(flat.precision)
-    # With four binary digits.
-    smallest = 16 * limits.smallest_subnormal if flat.narrow else limits.tiny
+class _Gram(eqx.Module):
+    operator: FlatOperator
 
-    def mv(vector):
-        half = flat.adjoint_mv(vector)
-        image = flat.mv(half)
+    def __call__(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " m"]:
+        limits, narrow = jnp.finfo(self.operator.precision), self.operator.narrow
+        # With four binary digits.
+        smallest = 16 * limits.smallest_subnormal if narrow else limits.tiny
+        half = self.operator.adjoint_mv(vector)
+        image = self.operator.mv(half)
         # Where the product underflows, the smallest normal numbers take its place, so
         # that it is not taken for zero; but those of float16 are not small.
         lost = jnp.any(half != 0) & jnp.all(jnp.abs(image) < smallest)
-        instead = jnp.inf if flat.narrow else smallest * jnp.sign(vector)
+        instead = jnp.inf if narrow else smallest * jnp.sign(vector)
         return jnp.where(lost, instead, image)
 
-    def coarser(x, y):
-        return max(x, y, key=lambda leaf: float(jnp.finfo(leaf.dtype).eps))
 
-    structure = jax.tree.map(coarser, operator.in_structure(), operator.out_structure())
-    return unflatten(mv, structure, flat.dtype, lx.positive_semidefinite_tag)
+def gram(operator: FlatOperator) -> FlatOperator:
+    """A A* of a square operator, positive semidefinite: a product with A*, and one with
+    A."""
+    fn = _Gram(operator)
+    return dataclasses.replace(operator, fn=fn, hermitian=True, sign=1)

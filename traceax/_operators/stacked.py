@@ -4,7 +4,7 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._core.checks import check_is_operator
+from .checks import check_is_operator
 
 
 class _Stacked(eqx.Module):

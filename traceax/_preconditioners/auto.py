@@ -13,7 +13,7 @@ from .._core.flat import FlatOperator
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh
 from .._numerics.nystrom import GrowingNystrom
-from .._run.adaptive import Adaptive
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
 from .base import AbstractPreconditioning, Preconditioner
@@ -112,7 +112,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         self,
         operator: FlatOperator,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -203,7 +203,7 @@ def _inverse_root(
 
 def _forecast(
     moments: Real[Array, "2"],
-    k: int | Adaptive,
+    k: int | Budget,
     num_steps: int | AdaptiveSteps,
     known: Real[Array, ""],
     reference: Real[Array, ""] | None = None,
@@ -221,11 +221,11 @@ def _forecast(
     weight = first / jnp.where(t > 0, t, 1)
     trace, variance = weight * jnp.log1p(t), 2 * weight * jnp.log1p(t) ** 2
     probes: Any = k
-    if isinstance(k, Adaptive):
-        least = k.round_size * -(-k.min_samples // k.round_size)
-        aim = k.tolerance(known + trace)
+    if isinstance(k, Budget):
+        least = k.round_size * -(-k.rule.min_samples // k.round_size)
+        aim = k.rule.tolerance(known + trace)
         std_err = jnp.sqrt(variance / least)
-        excess = k.excess(known + trace, std_err, jnp.full_like(std_err, least))
+        excess = k.rule.excess(known + trace, std_err, jnp.full_like(std_err, least))
         probes = least * jnp.maximum(excess**2, 1)
     else:
         aim = jnp.sqrt(variance / k)

@@ -7,12 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
-from .._core.flat import FlatOperator, unflatten
+from .._core.flat import FlatOperator, freeze
 from .._core.results import RESULTS
-from .._run.adaptive import Adaptive
+from .._operators.door import unflatten
+from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, Frame
 from .._run.steps import AdaptiveSteps
@@ -27,7 +28,7 @@ class AbstractPreconditioning(eqx.Module):
         self,
         operator: FlatOperator,
         *,
-        k: int | Adaptive,
+        k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -78,9 +79,6 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
             def power(self, exponent, x):
                 return (self.diagonal**exponent * x.T).T
-
-            def control(self, operator, value, probes, execution):
-                return value
 
         scales = jnp.linspace(1.0, 1e4, 300)
         matrix = jnp.diag(scales) + 0.1 * jnp.ones((300, 300))
@@ -162,7 +160,24 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         return jax.lax.map(entry, jnp.arange(self.size))
 
-    @abc.abstractmethod
+    @property
+    def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """Of the vectors that `inverse` applies to: by default arrays of shape `(n,)`."""
+        return jax.ShapeDtypeStruct((self.size,), self.largest.dtype)
+
+    def inverse(self) -> lx.FunctionLinearOperator:
+        """$P^{-1}$ as a positive semidefinite `lineax` operator: pass it to
+        `lineax.linear_solve` as `options={"preconditioner": preconditioner.inverse()}`.
+
+        **Returns:**
+
+        An operator on vectors of the structure of A, constant to derivatives.
+        """
+        structure, tags = self.structure, lx.positive_semidefinite_tag
+        dtype = jnp.result_type(*jax.tree.leaves(structure))
+        constant = freeze(self)
+        return unflatten(lambda x: constant.power(-1.0, x), structure, dtype, tags)
+
     def control(
         self,
         operator: FlatOperator,
@@ -183,8 +198,9 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         **Returns:**
 
-        A number equal to `value`; `value` itself adds nothing.
+        A number equal to `value`; by default `value` itself, which adds nothing.
         """
+        return value
 
     def apply_to(self, operator: FlatOperator) -> FlatOperator:
         """$P^{-1/2} A P^{-1/2}$.
@@ -281,21 +297,9 @@ class Preconditioner(AbstractPreconditioner):
         """The largest eigenvalue."""
         return jnp.max(self.values) + self.shift
 
-    def inverse(self) -> lx.FunctionLinearOperator:
-        """$P^{-1}$ as a positive semidefinite `lineax` operator: pass it to
-        `lineax.linear_solve` as `options={"preconditioner": preconditioner.inverse()}`.
-        One product costs `4 n r` operations.
-
-        **Returns:**
-
-        An operator on vectors of the structure of A, which holds the vectors of P and is
-        constant to derivatives.
-        """
-        structure = self.template.in_structure()
-        tags = lx.positive_semidefinite_tag
-        dtype = self.vectors.dtype
-        constant = jax.lax.stop_gradient(self)
-        return unflatten(lambda x: constant.power(-1.0, x), structure, dtype, tags)
+    @property
+    def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.template.in_structure()
 
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]

@@ -6,13 +6,15 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from .._core.arithmetic import full_precision
-from .._core.checks import check_is_operator, check_key, check_positive, real_scalar
-from .._core.flat import FlatOperator, flatten
+from .._core.checks import check_key, check_positive, real_scalar
+from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh, normalise, thin_svd
 from .._numerics.nystrom import nystrom, orthonormalise
+from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
+from .._operators.door import enter
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 from .base import Preconditioner
@@ -164,18 +166,17 @@ def nystrom_preconditioner(
     """
     check_key(key)
     rank, shift = _checked_rank(operator, rank), _checked_shift(shift)
-    arguments = (operator, rank, key, shift, execution)
+    arguments = (enter(operator), rank, key, shift, execution)
     name = "nystrom_preconditioner"
     return call(_nystrom, *arguments, name=name, execution=execution, throw=throw)
 
 
 def _nystrom(operator, rank, key, shift, execution) -> Preconditioner:
-    flat = flatten(operator).frozen
+    flat = operator.open()[0].frozen
     probes = draw_for(flat, NormalSampler(), key, FIRST_PROBE + jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
-        structure = operator.in_structure()
-        return assemble(flat, basis, matmat(basis), shift, structure, rank)
+        return assemble(flat, basis, matmat(basis), shift, operator.structure, rank)
 
 
 def pivoted_cholesky_preconditioner(
@@ -264,16 +265,16 @@ def pivoted_cholesky_preconditioner(
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."
         )
-    arguments = (operator, rank, shift, diagonal)
+    arguments = (enter(operator), rank, shift, diagonal)
     name = "pivoted_cholesky_preconditioner"
     return call(_pivoted_cholesky, *arguments, name=name, execution=Local(), throw=throw)
 
 
 def _pivoted_cholesky(operator, rank, shift, diagonal) -> Preconditioner:
-    flat = flatten(operator).frozen
-    n = flat.size
+    flat, facts = operator.open()
+    flat, n = flat.frozen, flat.size
     if diagonal is None:
-        diagonal = lx.diagonal(operator)
+        diagonal = facts.diagonal
     rest = jax.lax.stop_gradient(diagonal.real).astype(jnp.finfo(flat.dtype).dtype)
 
     def step(i, state):
@@ -299,5 +300,4 @@ def _pivoted_cholesky(operator, rank, shift, diagonal) -> Preconditioner:
     state = (rest, empty, empty, empty)
     *_, basis, products = jax.lax.fori_loop(0, rank, step, state)
     with jax.default_matmul_precision("highest"):
-        structure = operator.in_structure()
-        return assemble(flat, basis, products, shift, structure, rank)
+        return assemble(flat, basis, products, shift, operator.structure, rank)

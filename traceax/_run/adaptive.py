@@ -1,13 +1,11 @@
-import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
+from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from .._core.checks import (
     check_flag,
@@ -18,6 +16,23 @@ from .._core.checks import (
 )
 from .._core.quantiles import normal_quantile, student_quantile
 from .._numerics.dense import two_norm
+
+
+@runtime_checkable
+class ProgressMeter(Protocol):
+    """Shows how far a run has come."""
+
+    def init(self) -> Any:
+        """The state of a new meter."""
+        ...
+
+    def step(self, state: Any, progress: Any) -> Any:
+        """The state after a round; `progress` is traced, from 0 to 1."""
+        ...
+
+    def close(self, state: Any) -> None:
+        """End the run."""
+        ...
 
 
 class Adaptive(eqx.Module):
@@ -72,7 +87,8 @@ class Adaptive(eqx.Module):
         in the units of `k`, the value and the standard error after each round that this
         call made. Other rows are infinite, and so are entries of `stats` for samples that
         were not made.
-    - `progress`: an `equinox` progress meter. It shows the fraction of the budget that
+    - `progress`: a progress meter, an object with the methods `init`, `step` and `close`
+        of those of `equinox` and `diffrax`. It shows the fraction of the budget that
         is spent, or the fraction of what reaching the tolerance will take at this rate,
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
@@ -80,20 +96,10 @@ class Adaptive(eqx.Module):
         pass the same function again, since another one compiles anew. An exception in it
         ends the run after that round, and the call raises it; inside `jax.jit` it is
         printed, and the result is `RESULTS.interrupted`.
-    - `state`: `solution.state` of an earlier call, from which this one goes on.
-        Operator, estimator, key, `norm` and `round_size` must be the same, and `max_k`
-        not smaller. Numbers of steps and ranks that the data chose stay as they are.
     - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
         and standard error are compared with the tolerances, and reported by `history`
         and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
         `callback`.
-    - `exact_cost`: the cost of the exact answer, which is kept back beside `max_k`. Set
-        by calls, not by users.
-    - `cost`: how many units of the user's budget one unit of this budget costs. Set by
-        calls.
-    - `spent`: how many of these were spent before the first round, if any. Set by
-        estimators.
-    - `run`: a number by which a call finds what its `callback` raised. Set by calls.
     """
 
     rtol: Real[Array, ""]
@@ -103,14 +109,9 @@ class Adaptive(eqx.Module):
     min_samples: int = eqx.field(static=True)
     round_size: int = eqx.field(static=True)
     history: bool = eqx.field(static=True)
-    progress: eqxi.AbstractProgressMeter
+    progress: ProgressMeter
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
-    state: PyTree[Array]
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
-    exact_cost: int | None = eqx.field(static=True)
-    cost: int = eqx.field(static=True)
-    spent: Int[Array, ""] | None
-    run: Int[Array, ""] | None
 
     def __init__(
         self,
@@ -122,14 +123,9 @@ class Adaptive(eqx.Module):
         min_samples: int = 10,
         round_size: int = 16,
         history: bool = False,
-        progress: eqxi.AbstractProgressMeter = eqxi.NoProgressMeter(),
+        progress: ProgressMeter | None = None,
         callback: Callable[[Any, Any, Any], None] | None = None,
-        state: PyTree[Array] = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
-        exact_cost: int | None = None,
-        cost: int = 1,
-        spent: Int[Array, ""] | None = None,
-        run: Int[Array, ""] | None = None,
     ):
         """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
 
@@ -171,41 +167,9 @@ class Adaptive(eqx.Module):
         self.min_samples = int(min_samples)
         self.round_size = min(int(round_size), int(max_k))
         self.history = history
-        self.progress = progress
+        self.progress = eqxi.NoProgressMeter() if progress is None else progress
         self.callback = callback
-        self.state = state
         self.norm = norm
-        self.exact_cost = exact_cost
-        self.cost = cost
-        self.spent = spent
-        self.run = run
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds there are at most."""
-        return max(1, self.max_k // self.round_size)
-
-    @property
-    def least_streak(self) -> int:
-        """After how many rounds in a row the estimate must be good enough, to end a run:
-        as many as make 8 products. Where samples are added a few at a time, one of many
-        tests is easily passed by luck."""
-        return -(-8 // self.round_size)
-
-    def within(self, n: int, least: int = 0) -> "Adaptive":
-        """The same for an operator of size n, where n units of the budget are enough for
-        the exact answer. A budget for that and for a round besides, or the `least` one if
-        that is more, keeps n units back, and spends no more than n before it takes
-        them."""
-        spare = self.max_k - n
-        if spare < max(self.round_size, least):
-            return dataclasses.replace(self, max_k=min(self.max_k, n))
-        return dataclasses.replace(self, max_k=min(spare, n), exact_cost=n)
-
-    def halved(self) -> "Adaptive":
-        """The same for an operator of which a product costs two."""
-        most, size = self.max_k // 2, max(2, self.round_size // 2)
-        return dataclasses.replace(self, max_k=most, round_size=size, cost=2)
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
         """What tolerances are compared with: a scalar itself, the norm of others."""
@@ -273,7 +237,8 @@ def _check_integer(name: str, value: Any, least: int) -> None:
 
 
 def _check_reports(progress: Any, callback: Any) -> None:
-    if not isinstance(progress, eqxi.AbstractProgressMeter):
+    is_meter = isinstance(progress, ProgressMeter) and not isinstance(progress, type)
+    if progress is not None and not is_meter:
         raise TypeError(
             f"`progress` must be a progress meter. Found {progress!r}. Pass, for "
             "example, `equinox.internal.TextProgressMeter()`."
@@ -303,17 +268,3 @@ def _check_norm(norm: Any) -> None:
         "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
         f"{norm}. Pass, for example, `optimistix.max_norm`."
     )
-
-
-def one_round(k: int) -> Adaptive:
-    """A fixed budget, as one round."""
-    return Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2))
-
-
-def largest_budget(k: int | Adaptive) -> int:
-    return k.max_k if isinstance(k, Adaptive) else k
-
-
-def first_budget(k: int | Adaptive) -> int:
-    """That of the first round."""
-    return k.round_size if isinstance(k, Adaptive) else k

@@ -6,14 +6,15 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import check_flag, check_instance
+from .._core.checks import check_flag, check_instance, needing_wide_integers
+from .._core.jax_interfaces import Tracer
 from .._core.results import RESULTS
 from .._core.solution import Solution
 from .execution import AbstractExecution
+from .programs import programs
 
 
 class _Answer(Protocol):
@@ -42,19 +43,17 @@ def call(
     must be the same object at each call."""
     check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_flag("throw", throw)
-    try:
+    before = programs.traced
+    with needing_wide_integers():
         answer, failed = _compiled(fn, args, name, execution)
-    except OverflowError as error:
-        raise ValueError(
-            "Operators of more than 2^31 - 1 rows need integers of 64 bits: "
-            "`jax.config.update('jax_enable_x64', True)`. Arrays in float32 stay in it. "
-            f"JAX says: {error}"
-        ) from error
+    if programs.traced > before and not isinstance(failed, Tracer):
+        programs.note(name, args)
     return _raise_if(failed, answer, execution, hint) if throw else answer
 
 
 @eqx.filter_jit
 def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
+    programs.traced += 1
     with jax.named_scope(name), standard_promotion(), execution.factorising():
         answer = fn(*args)
     return answer, answer.result != RESULTS.successful

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from .adaptive import Adaptive
+from .._core.jax_interfaces import Tracer
+from .budget import Budget
 
 
 # What callbacks have raised, by the numbers of their runs, which are not used again.
@@ -26,7 +26,7 @@ def raising_for_callbacks(k: Any) -> Iterator[Any]:
     """The budget of a run that ends after the round in which its callback raises an
     exception. The block that makes the run raises it then."""
     number = None
-    if isinstance(k, Adaptive) and k.callback is not None:
+    if isinstance(k, Budget) and k.rule.callback is not None:
         number = next(_numbers)
         run = jax.device_put(np.asarray(number, np.int32))
         # Where it is traced, the run comes later, if at all.
@@ -45,13 +45,13 @@ def raising_for_callbacks(k: Any) -> Iterator[Any]:
 
 
 def report(
-    adaptive: Adaptive, rounds: Int[Array, ""], *news: Array
+    budget: Budget, rounds: Int[Array, ""], *news: Array
 ) -> tuple[Int[Array, ""], Bool[Array, ""]]:
     """`rounds`, after `callback(*news)` was called on the host, and whether that raised
     an exception, after which the run ends. To raise it inside of the program would, on
     one of several devices, leave the others waiting for it. A pure callback, for which
     the loop has reverse mode on any JAX; it is made because its results are used."""
-    callback = adaptive.callback
+    callback = budget.rule.callback
     if callback is None:
         return rounds, jnp.zeros((), bool)
 
@@ -71,5 +71,5 @@ def report(
         return rounds, np.bool_(number in _raised)
 
     shapes = rounds, jax.ShapeDtypeStruct((), bool)
-    arguments = adaptive.run, rounds, *news
+    arguments = budget.run, rounds, *news
     return jax.pure_callback(call, shapes, *arguments, vmap_method="sequential")

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.backend import backends
 from jax.sharding import AxisType, Mesh
+
+from .._core.jax_interfaces import backends
 
 
 def devices(

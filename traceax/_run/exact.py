@@ -1,46 +1,44 @@
+"""The exact answer, from a diagonal that is known or from n products."""
+
 import equinox as eqx
 import jax.numpy as jnp
-import lineax as lx
+from jaxtyping import Array, Inexact
 
-from .._core.flat import dtypes, flatten
+from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
-from .._operators.diagonal import diagonal_cost
 from .execution import AbstractExecution
-from .loop import fold
-
-
-def exact_cost(quantity: AbstractQuantity, operator: lx.AbstractLinearOperator) -> int:
-    """Products that [`exact`][] makes, at most n."""
-    if quantity.diagonal_only:
-        return diagonal_cost(operator)
-    return operator.in_size()
+from .fold import fold
 
 
 def exact(
-    quantity: AbstractQuantity,
-    operator: lx.AbstractLinearOperator,
-    execution: AbstractExecution,
+    quantity: AbstractQuantity, operator: FlatOperator, execution: AbstractExecution
 ) -> Estimate:
-    """The quantity itself: from the diagonal where it depends on that alone and lineax
-    knows it, otherwise from n products with unit vectors, a block at a time."""
-    size, cost = operator.in_size(), exact_cost(quantity, operator)
-    if cost < size:
-        diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
-        value = quantity.read(jnp.ones_like(diagonal), diagonal)
-    else:
-        flat = flatten(operator)
+    """The quantity itself, from n products with unit vectors, a block at a time."""
+    size = operator.size
 
-        def body(flat, index):
-            unit = jnp.zeros(size, flat.dtype).at[index].set(1)
-            return quantity.read(unit, flat.mv(unit)), ()
+    def body(operator, index):
+        unit = jnp.zeros(size, operator.dtype).at[index].set(1)
+        return quantity.read(unit, operator.mv(unit)), ()
 
-        body = eqx.filter_checkpoint(body, prevent_cse=False)
-        value, () = fold(body, lambda *_: (), lambda _: (), flat, size, execution)
+    body = eqx.filter_checkpoint(body, prevent_cse=False)
+    value, () = fold(body, lambda *_: (), lambda _: (), operator, size, execution)
+    return _exactly(value, size)
+
+
+def exact_from_diagonal(
+    quantity: AbstractQuantity, diagonal: Inexact[Array, " n"], cost: int
+) -> Estimate:
+    """A quantity that depends on the diagonal alone, from a diagonal that `cost` products
+    were made for."""
+    return _exactly(quantity.read(jnp.ones_like(diagonal), diagonal), cost)
+
+
+def _exactly(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),
         samples=value[None] if value.ndim == 0 else None,
-        num_matvecs=cost,
+        num_matvecs=num_matvecs,
         rounding=0.0,
     )

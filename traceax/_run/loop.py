@@ -6,14 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
+from jaxtyping import Array, Inexact, Int, PyTree, Real, Shaped
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
-from .adaptive import Adaptive
+from .budget import Budget
 from .callback import report
-from .execution import AbstractExecution, even
+from .execution import AbstractExecution
+from .fold import zeros_like_shapes
 
 
 class Assessment(eqx.Module):
@@ -50,7 +50,7 @@ class LoopResult(eqx.Module):
 
 
 def iterate(
-    adaptive: Adaptive,
+    budget: Budget,
     step: Callable[[PyTree[Array], Int[Array, ""]], PyTree[Array]],
     assess: Callable[[PyTree[Array], Int[Array, ""]], Assessment],
     empty: PyTree[Array],
@@ -64,36 +64,36 @@ def iterate(
     Where the samples are `independent`, the error falls as one over the root of their
     number, and the loop ends as soon as the exact answer costs less than what is missing.
     """
-    num_rounds = adaptive.num_rounds
-    rest = [1 - adaptive.confidence, 1 / adaptive.min_samples]
-    looseness = jnp.append(jnp.stack([adaptive.rtol, adaptive.atol]), jnp.asarray(rest))
+    num_rounds, rule = budget.num_rounds, budget.rule
+    rest = [1 - rule.confidence, 1 / rule.min_samples]
+    looseness = jnp.append(jnp.stack([rule.rtol, rule.atol]), jnp.asarray(rest))
 
     def good(seen):
-        return adaptive.satisfied(seen.value, seen.std_err, seen.count)
+        return rule.satisfied(seen.value, seen.std_err, seen.count)
 
-    if adaptive.state is None:
+    if budget.state is None:
         rounds = streak = jnp.zeros((), jnp.int32)
         buffers = empty
-        assessment = _zeros(jax.eval_shape(assess, empty, rounds))
+        assessment = zeros_like_shapes(jax.eval_shape(assess, empty, rounds))
     else:
-        rounds, buffers, assessment = _resume(adaptive, empty)
+        rounds, buffers, assessment = _resume(budget, empty)
         # The tolerance may be another one. Of rounds before the last one it is not known
         # whether they were good enough for a smaller one.
-        known = jnp.all(looseness >= adaptive.state.looseness)
-        streak = jnp.where(known, jnp.maximum(adaptive.state.streak, 1), 1)
+        known = jnp.all(looseness >= budget.state.looseness)
+        streak = jnp.where(known, jnp.maximum(budget.state.streak, 1), 1)
         streak = jnp.where(good(assessment), streak, 0)
     real = assessment.std_err.dtype
-    history = jnp.full((num_rounds if adaptive.history else 0, 3), jnp.inf, real)
+    history = jnp.full((num_rounds if rule.history else 0, 3), jnp.inf, real)
 
     def unfinished(carry):
         rounds, streak, _, seen, _, _, interrupted = carry
         finite = jnp.isfinite(seen.value) | (seen.count == 0)
-        ended = streak >= adaptive.least_streak
-        if independent and adaptive.exact_cost is not None:
-            excess = adaptive.excess(seen.value, seen.std_err, seen.count)
-            missing = rounds * adaptive.round_size * (excess**2 - 1)
-            enough = seen.count >= adaptive.min_samples
-            ended |= enough & (missing > adaptive.exact_cost)
+        ended = streak >= budget.least_streak
+        if independent and budget.exact_cost is not None:
+            excess = rule.excess(seen.value, seen.std_err, seen.count)
+            missing = rounds * budget.round_size * (excess**2 - 1)
+            enough = seen.count >= rule.min_samples
+            ended |= enough & (missing > budget.exact_cost)
         return (rounds < num_rounds) & finite & ~ended & ~interrupted
 
     def one_round(carry):
@@ -101,27 +101,27 @@ def iterate(
         buffers = step(buffers, rounds)
         rounds = rounds + 1
         seen = assess(buffers, rounds)
-        spent = rounds * adaptive.round_size * adaptive.cost
-        if adaptive.spent is not None:
-            spent = spent + adaptive.spent
+        spent = rounds * budget.round_size * budget.cost
+        if budget.spent is not None:
+            spent = spent + budget.spent
         news = spent, seen.value, seen.std_err
-        rounds, interrupted = report(adaptive, rounds, *news)
-        if adaptive.history:
+        rounds, interrupted = report(budget, rounds, *news)
+        if rule.history:
             row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
             history = history.at[rounds - 1].set(row)
-        excess = adaptive.excess(seen.value, seen.std_err, seen.count)
-        share = jnp.minimum(1 / excess**2, seen.count / adaptive.min_samples)
+        excess = rule.excess(seen.value, seen.std_err, seen.count)
+        share = jnp.minimum(1 / excess**2, seen.count / rule.min_samples)
         share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
         streak = jnp.where(good(seen), streak + 1, 0)
-        meter = adaptive.progress.step(meter, share)
+        meter = rule.progress.step(meter, share)
         return rounds, streak, buffers, seen, history, meter, interrupted
 
-    meter, interrupted = adaptive.progress.init(), jnp.zeros((), bool)
+    meter, interrupted = rule.progress.init(), jnp.zeros((), bool)
     carry = (rounds, streak, buffers, assessment, history, meter, interrupted)
     rounds, streak, buffers, seen, history, meter, interrupted = jax.lax.while_loop(
         unfinished, one_round, carry
     )
-    adaptive.progress.close(meter)
+    rule.progress.close(meter)
     missed = ~good(seen) & jnp.isfinite(seen.value)
     return LoopResult(
         rounds=rounds,
@@ -130,20 +130,21 @@ def iterate(
             failure(missed, RESULTS.max_matvecs_reached),
         ),
         state=LoopState(
-            rounds, streak, buffers, seen, looseness, adaptive.round_size, adaptive.norm
+            rounds, streak, buffers, seen, looseness, budget.round_size, rule.norm
         ),
-        extra={"history": history} if adaptive.history else {},
+        extra={"history": history} if rule.history else {},
     )
 
 
 def _resume(
-    adaptive: Adaptive, empty: PyTree[Array]
+    budget: Budget, empty: PyTree[Array]
 ) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
     """The number of rounds of a shorter run, its buffers in those of a longer one, and
     its assessment."""
-    earlier = adaptive.state
-    for name in ("round_size", "norm"):
-        before, now = getattr(earlier, name), getattr(adaptive, name)
+    earlier = budget.state
+    current = {"round_size": budget.round_size, "norm": budget.rule.norm}
+    for name, now in current.items():
+        before = getattr(earlier, name)
         if before != now:
             raise ValueError(
                 f"`state` must be of a call with the same `{name}`. Found {before} and "
@@ -205,152 +206,3 @@ def sum_over_rounds(
         return jax.lax.cond(index < rounds, add, lambda state: state, state), None
 
     return jax.lax.scan(one, jnp.zeros_like(like), (jnp.arange(num_rounds), xs))[0]
-
-
-def fold(
-    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
-    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
-    merge: Callable[[tuple], tuple],
-    operator: FlatOperator,
-    k: int,
-    execution: AbstractExecution,
-    width: int = 1,
-) -> tuple[Inexact[Array, "*q"], tuple]:
-    """The sum of the first results of `fn(operator, i)` for i below k, and one
-    summary of all, as for `stream`. It holds only as many results as the execution
-    takes at a time."""
-
-    def add(carry, indices):
-        total, summary = carry
-        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        term, summary = jnp.sum(outs[0], axis=0), merge(_stacked(summary, parts))
-        # Rounding errors of like terms, added one after another, do not cancel. So these
-        # are kept and added at once, unless they take more memory than a vector.
-        few = term.size * (k // size) <= operator.size
-        return ((total, summary), term) if few else ((total + term, summary), None)
-
-    # A few at a time, even where products are made one by one: so the summary, which may
-    # have as many entries as a vector, is merged less often.
-    size = even(k, max(8, execution.chunk(operator.size, width)))
-    full = k - k % size
-
-    def once(indices):
-        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        return jnp.sum(outs[0], axis=0), merge(parts)
-
-    if full == size:
-        total, summary = once(jnp.arange(size))
-    else:
-        chunks = jnp.arange(full).reshape(-1, size)
-        empty = _zeros(jax.eval_shape(once, chunks[0]))
-        (total, summary), terms = jax.lax.scan(add, empty, chunks)
-        total = total if terms is None else jnp.sum(terms, axis=0)
-    if full < k:
-        (more, summary), term = add((total, summary), jnp.arange(full, k))
-        total = more if term is None else total + term
-    return total, summary
-
-
-def _stacked(one: PyTree[Array], more: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(lambda x, xs: jnp.append(x[None], xs, axis=0), one, more)
-
-
-def _zeros(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-class Streamed(eqx.Module):
-    """What `stream` has made of independent samples.
-
-    - `samples`: the samples, infinite where none were made, if they are kept.
-    - `others`: what came with each of them, likewise.
-    - `summary`: what all of them reduce to, their `Moments` first.
-    - `mean`: a function whose result has the derivatives of the mean.
-    - `count`: the number of samples.
-    """
-
-    samples: Inexact[Array, " m"] | None
-    others: PyTree[Shaped[Array, "m ..."]]
-    summary: tuple
-    mean: Callable[[], Inexact[Array, "*q"]]
-    count: Int[Array, ""] | int
-    loop: LoopResult
-
-
-def stream(
-    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
-    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
-    merge: Callable[[tuple], tuple],
-    operator: FlatOperator,
-    k: int | Adaptive,
-    execution: AbstractExecution,
-    width: int = 1,
-    *,
-    keep: bool = True,
-    quantity: AbstractQuantity = Trace(),
-) -> Streamed:
-    """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
-    and what comes with it.
-
-    `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
-    `merge` makes one summary of several that are stacked. A summary of no samples is all
-    zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. The error that an adaptive budget compares with its
-    tolerance is that of what the `quantity` presents to users.
-    """
-    if not isinstance(k, Adaptive) and not keep:
-        total, summary = fold(fn, reduce, merge, operator, k, execution, width)
-        return Streamed(None, (), summary, lambda: total / k, k, LoopResult())
-    if not isinstance(k, Adaptive):
-        outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
-        samples, others = outs
-        summary, mean = merge(parts), lambda: jnp.mean(samples)
-        return Streamed(samples, others, summary, mean, k, LoopResult())
-
-    size, num_rounds = k.round_size, k.num_rounds
-    # Before the loop: one with tangents and effects has no reverse mode.
-    frozen = operator.frozen
-
-    # Traced once, for the shapes of the buffers and for the loop.
-    @jax.jit
-    def one_round(rounds):
-        indices = rounds * size + jnp.arange(size)
-        return execution.map_reduce(fn, reduce, frozen, indices, width)
-
-    def step(buffers, rounds):
-        outs, parts = one_round(rounds)
-        kept, summary = buffers
-        kept = jax.tree.map(
-            lambda all, new: jax.lax.dynamic_update_slice_in_dim(
-                all, new, rounds * size, axis=0
-            ),
-            kept,
-            outs if keep else (None, ()),
-        )
-        return kept, merge(_stacked(summary, parts))
-
-    outs, parts = jax.eval_shape(one_round, jnp.zeros((), jnp.int32))
-    kept = jax.tree.map(
-        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype),
-        outs if keep else (None, ()),
-    )
-    none = _zeros(jax.eval_shape(merge, parts))
-
-    def assess(buffers, _):
-        moments = buffers[1][0]
-        std_err = moments.std_err()
-        value, std_err = quantity.present(moments.mean, std_err)
-        return Assessment(k.size(value), k.size(std_err), moments.count)
-
-    loop = iterate(k, step, assess, (kept, none), independent=True)
-    (samples, others), summary = loop.state.buffers
-    count = loop.rounds * size
-
-    def mean():
-        indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
-        sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
-        settings = loop.rounds, summary[0].mean, execution, width
-        total = sum_over_rounds(sample, operator, indices, *settings)
-        return total / jnp.maximum(count, 1).astype(total.dtype)
-
-    return Streamed(samples, others, summary, mean, count, loop)

@@ -7,13 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._core.checks import plain_integer
 from .._core.flat import FlatOperator
+from .._core.jax_interfaces import ClosedJaxpr, Jaxpr, mesh_of, Primitive
 from .._numerics.dense import factorising
 from .devices import devices
 from .execution import AbstractExecution, Local
@@ -69,7 +69,7 @@ def _names_a_mesh(product: ClosedJaxpr) -> bool:
     types = [variable.aval for equation in inner for variable in equation.outvars]
     shardings = [getattr(type_, "sharding", None) for type_ in types]
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
-    meshes += [equation.ctx.cur_abstract_mesh for equation in (*equations, *inner)]
+    meshes += [mesh_of(equation) for equation in (*equations, *inner)]
     return any(mesh.are_all_axes_auto for mesh in meshes if not mesh.empty)
 
 

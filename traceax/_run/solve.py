@@ -1,4 +1,4 @@
-"""The one path from a public call to its answer."""
+"""From a task to its solution: the exact answer or an estimate, with its error bar."""
 
 import abc
 import dataclasses
@@ -9,22 +9,20 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import jax.random as jr
-import lineax as lx
-import numpy as np
-import wadler_lindig as wl
-from jax.core import Tracer
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Real, Shaped
+from jaxtyping import Array, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_key, check_positive
-from .._core.flat import FlatFunction
+from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate, Solution
-from .adaptive import Adaptive, first_budget, largest_budget
+from .._operators.door import EnteredOperator, Facts
+from .adaptive import Adaptive
+from .budget import Budget, first_budget
 from .call import call
 from .callback import raising_for_callbacks
 from .execution import AbstractExecution
+from .resume import check_state, RunState
 from .symmetry import hint_for
 
 
@@ -48,7 +46,12 @@ class AbstractTask(eqx.Module):
     def fallback(self) -> str:
         """The name of an estimator that works with any budget."""
 
-    def exact_limit(self, operator: lx.AbstractLinearOperator) -> int:
+    def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
+        """How many units of the budget the exact answer costs. A budget of as many or
+        more is spent on that, whatever the estimator."""
+        return operator.size
+
+    def exact_limit(self, operator: FlatOperator) -> int:
         """The largest size of such an operator for which the exact answer takes the place
         of one that ends as `RESULTS.too_few_steps`; 0 where no number of steps is
         chosen."""
@@ -56,159 +59,102 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def exact(
-        self, operator: lx.AbstractLinearOperator, execution: AbstractExecution
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         """The exact answer, from at most n products."""
 
     @abc.abstractmethod
     def run(
         self,
-        operator: lx.AbstractLinearOperator,
-        k: int | Adaptive,
+        operator: FlatOperator,
+        k: int | Budget,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        """The estimate, from a budget that is below n or adaptive."""
+        """The estimate, from a budget that is below `exact_cost` or adaptive."""
 
 
 def solve(
-    estimator: AbstractTask,
-    operator: lx.AbstractLinearOperator,
+    task: AbstractTask,
+    operator: EnteredOperator,
     *,
     k: int | Adaptive,
     key: PRNGKeyArray | None,
+    state: PyTree[Array],
     execution: AbstractExecution,
     throw: bool,
 ) -> Solution:
-    """The call of an estimator. A budget of n or more is spent on the exact answer,
-    whatever the estimator; an adaptive one, where that turns out to be cheaper; and any
-    one, where a number of steps that was chosen turns out to be too small for an operator
-    that is not large. The operator has been checked."""
-    check_key(key)
-    if not isinstance(k, Adaptive):
-        k = check_positive("k", k)
-    elif k.state is not None:
-        _check_state(k.state, estimator, key)
-    budget = largest_budget(k)
-    if budget < min(estimator.min_matvecs, operator.in_size()):
-        raise ValueError(
-            f"`{estimator.name}` needs at least k={estimator.min_matvecs}. Found "
-            f"k={budget}. Raise `k`, or use `traceax.{estimator.fallback}`, which needs "
-            "1."
-        )
-    settings = {"name": estimator.name, "execution": execution, "throw": throw}
+    """The solution of a task, by a compiled program. `state` is that of an earlier
+    solution, or None."""
+    budget = budget_of(task, operator.size, k=k, key=key, state=state)
+    settings = {"name": task.name, "execution": execution, "throw": throw}
     settings["hint"] = ft.partial(hint_for, operator)
-    with raising_for_callbacks(k) as k:
-        return call(_solve, estimator, operator, k, key, execution, **settings)
+    with raising_for_callbacks(budget) as budget:
+        return call(_solve, task, operator, budget, key, execution, **settings)
 
 
-class RunState(eqx.Module):
-    """What a later call goes on from, and what it must have in common with this one: the
-    data of the key, and the estimator with its settings, as text and by `_identities` of
-    their arrays. `max_k` is the budget that buffers have room for."""
-
-    loop: PyTree[Array]
-    key: Array | None
-    arrays: dict[str, Array]
-    settings: str = eqx.field(static=True)
-    max_k: int = eqx.field(static=True)
-
-
-def _settings(estimator: AbstractTask) -> str:
-    """Shapes and dtypes in the place of arrays, which are traced inside a program."""
-    shapes = eqx.filter_eval_shape(lambda x: x, estimator)
-    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    shapes = jax.tree.map(lambda x: plain(x) if is_shape(x) else x, shapes)
-    return wl.pformat(shapes, hide_defaults=False, short_arrays=True)
-
-
-def _identities(estimator: AbstractTask) -> dict[str, Array]:
-    """What tells the arrays of the settings from others, by their names: of a scalar
-    itself. Arrays of operators are left out, as they are in all calls."""
-    is_product = lambda x: isinstance(x, FlatFunction)  # noqa: E731
-    leaves, _ = jax.tree.flatten_with_path(estimator, is_leaf=is_product)
-    arrays = {jax.tree_util.keystr(path): x for path, x in leaves if eqx.is_array(x)}
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    data = {name: jr.key_data(x) if is_key(x) else x for name, x in arrays.items()}
-    return {name: x if x.ndim == 0 else _hash(x) for name, x in data.items()}
-
-
-@jax.jit
-def _hash(x: Shaped[Array, "..."]) -> Int[Array, ""]:
-    """The words, each mixed with its index by the finaliser of MurmurHash3, added modulo
-    2^32: a sum that is the same in any order, and so on any mesh."""
-    if jnp.iscomplexobj(x):
-        return _hash(x.real) + jnp.uint32(3) * _hash(x.imag)
-    if x.dtype.itemsize == 8:
-        x = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    elif jnp.issubdtype(x.dtype, jnp.floating):
-        x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    index = jnp.uint32(1)
-    for axis, size in enumerate(x.shape):
-        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        index = index * jnp.uint32(size) + place
-    mixed = x.astype(jnp.uint32) + index * jnp.uint32(0x9E3779B1)
-    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35):
-        mixed = (mixed ^ (mixed >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return jnp.sum(mixed ^ (mixed >> jnp.uint32(16)), dtype=jnp.uint32)
-
-
-def _differ(ours: Array, theirs: Array) -> bool:
-    """Whether they are known to. Those that are traced cannot be compared."""
-    if isinstance(ours, Tracer) or isinstance(theirs, Tracer):
-        return False
-    return np.asarray(ours).tobytes() != np.asarray(theirs).tobytes()
-
-
-def _check_state(state: Any, estimator: AbstractTask, key: PRNGKeyArray | None) -> None:
-    """Raise if the state is of another call."""
-    if not isinstance(state, RunState):
-        raise TypeError(
-            "`state` must be the `state` of a solution with an adaptive budget. Found an "
-            f"object of type {type(state).__name__}."
-        )
-    settings = _settings(estimator)
-    if state.settings != settings:
+def budget_of(
+    task: AbstractTask,
+    size: int,
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None,
+    state: PyTree[Array],
+) -> int | Budget:
+    """The budget for an operator of this size, after checks of key, budget and state."""
+    check_key(key)
+    if isinstance(k, Adaptive):
+        budget, most = Budget.of(k, state), k.max_k
+        if state is not None:
+            check_state(state, task, key)
+    elif state is not None:
         raise ValueError(
-            "`state` must be of a call with the same estimator and settings. Found one "
-            f"of\n{state.settings}\nfor\n{settings}"
+            "`state` is for an adaptive budget, `k=traceax.Adaptive(...)`. Found "
+            f"`k={k!r}`. Leave `state` out."
         )
-    # NumPy's are on the way into a program rounded to what JAX has.
-    arrays = _identities(jax.device_put(eqx.filter(estimator, eqx.is_array)))
-    for name, theirs in state.arrays.items():
-        if _differ(arrays[name], theirs):
-            raise ValueError(
-                "`state` must be of a call with the same estimator and settings. Found "
-                f"other numbers in `{name.lstrip('.')}`."
-            )
-    if key is None or state.key is None:
-        return
-    ours, theirs = jr.key_data(key), state.key
-    if _differ(ours, theirs):
+    else:
+        budget = most = check_positive("k", k)
+    if most < min(task.min_matvecs, size):
         raise ValueError(
-            "`state` must be of a call with the same `key`, from which all probes are "
-            f"drawn. Found one with the data {ours}, and in the state {theirs}."
+            f"`{task.name}` needs at least k={task.min_matvecs}. Found k={most}. Raise "
+            f"`k`, or use `traceax.{task.fallback}`, which needs 1."
         )
+    return budget
 
 
-def _solve(estimator, operator, k, key, execution) -> Solution:
-    size, quantity = operator.in_size(), estimator.quantity
-    limit = estimator.exact_limit(operator)
+def _solve(task, operator, k, key, execution) -> Solution:
+    flat, facts = operator.open()
+    return solution_of(task, flat, facts, k, key, execution)
+
+
+def solution_of(
+    task: AbstractTask,
+    operator: FlatOperator,
+    facts: Facts,
+    k: int | Budget,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+) -> Solution:
+    """The solution, inside of a compiled program. A budget of `exact_cost` or more is
+    spent on the exact answer, whatever the estimator; an adaptive one, where that turns
+    out to be cheaper; and any one, where a number of steps that was chosen turns out to
+    be too small for an operator that is not large."""
+    size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
 
     def exactly():
-        solution = _package(estimator.exact(operator, execution), quantity)
+        solution = _package(task.exact(operator, facts, execution), quantity)
         if limit == 0:
             return solution
         stats = solution.stats | {"exact": jnp.ones((), bool)}
         return dataclasses.replace(solution, stats=stats)
 
-    if first_budget(k) >= size or size < estimator.min_matvecs:
+    exact_cost = task.exact_cost(operator, facts)
+    if first_budget(k) >= exact_cost or size < task.min_matvecs:
         return exactly()
-    if isinstance(k, Adaptive):
-        estimate, k = _run_adaptive(estimator, operator, k, key, execution)
+    if isinstance(k, Budget):
+        estimate, k = _run_adaptive(task, operator, k, key, execution)
     else:
-        estimate = estimator.run(operator, k, key, execution)
+        estimate = task.run(operator, k, key, execution)
     solution, ended = _package(estimate, quantity), jnp.zeros((), bool)
     if limit > 0:
         stats = solution.stats | {"exact": ended}
@@ -217,12 +163,12 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
     if may_end:
         ended |= solution.result == RESULTS.too_few_steps
     floor = jax.tree.map(jnp.zeros_like, solution.std_err)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
         _, floor = quantity.present(*jax.lax.stop_gradient(pair))
         if k.exact_cost is not None:
             may_end = True
-            unknown = first_failure(solution.result, _too_coarse(k, solution, floor))
+            unknown = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
             ended |= solution.result == RESULTS.max_matvecs_reached
             ended |= unknown == RESULTS.precision_lost
     if may_end:
@@ -235,17 +181,23 @@ def _solve(estimator, operator, k, key, execution) -> Solution:
 
         branches = take_exact, lambda: (solution, floor)
         solution, floor = jax.lax.cond(eqxi.unvmap_any(ended), *branches)
-    if isinstance(k, Adaptive):
-        result = first_failure(solution.result, _too_coarse(k, solution, floor))
+    if isinstance(k, Budget):
+        result = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
         solution = dataclasses.replace(solution, result=result)
     return solution
 
 
-def _run_adaptive(estimator, operator, k, key, execution) -> tuple[Estimate, Adaptive]:
+def _run_adaptive(
+    task: AbstractTask,
+    operator: FlatOperator,
+    k: Budget,
+    key: PRNGKeyArray | None,
+    execution: AbstractExecution,
+) -> tuple[Estimate, Budget]:
     """The estimate, with the state that a later call goes on from; and the budget, less
     what is kept back for the exact answer."""
-    size, earlier = operator.in_size(), k.state
-    k = k.within(size, estimator.min_matvecs if earlier is None else earlier.max_k)
+    size, earlier = operator.size, k.state
+    k = k.within(size, task.min_matvecs if earlier is None else earlier.max_k)
     if earlier is not None:
         if k.max_k < earlier.max_k:
             raise ValueError(
@@ -253,20 +205,18 @@ def _run_adaptive(estimator, operator, k, key, execution) -> tuple[Estimate, Ada
                 f"{k.max_k} for {earlier.max_k}."
             )
         k = dataclasses.replace(k, state=earlier.loop)
-    estimate = estimator.run(operator, k, key, execution)
-    data = None if key is None else jr.key_data(key)
-    arrays, settings = _identities(estimator), _settings(estimator)
-    state = RunState(estimate.state, data, arrays, settings, k.max_k)
+    estimate = task.run(operator, k, key, execution)
+    state = RunState.of(estimate.state, task, key, k.max_k)
     return dataclasses.replace(estimate, state=state), k
 
 
-def _too_coarse(k: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
+def _too_coarse(rule: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
     """Whether rounding errors alone, of the size `floor`, are above the tolerance. Of
     values with several entries only that of the worst one is known."""
     value = jax.lax.stop_gradient(solution.value)
     if not (eqx.is_array(value) and value.ndim == 0):
         return failure(False, RESULTS.precision_lost)
-    return failure(~k.reachable(value, floor), RESULTS.precision_lost)
+    return failure(~rule.reachable(value, floor), RESULTS.precision_lost)
 
 
 def _floor(estimate: Estimate) -> Real[Array, "*q"]:

@@ -15,7 +15,7 @@ from .._krylov.base import AbstractKrylovMethod
 from .._quadrature.convergence import Convergence, SEEN_BY_ONE
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
-from .adaptive import Adaptive
+from .budget import Budget
 from .execution import AbstractExecution
 
 
@@ -116,17 +116,17 @@ def excess_of_bracket(
     bracket: Real[Array, "2"],
     deviation: Real[Array, ""] | float,
     operator: FlatOperator,
-    k: int | Adaptive,
+    k: int | Budget,
     quantity: AbstractQuantity,
 ) -> Real[Array, ""]:
     """Half the width of a bracket, beyond rounding, over the target: the tolerance, or
     the standard error of k forms, of which one has this `deviation`."""
     rounding = operator.rounding * jnp.abs(value)
-    if isinstance(k, Adaptive):
+    if isinstance(k, Budget):
         presented = [quantity.present(x, rounding) for x in (value, *bracket)]
-        value, low, high = (k.size(each) for each, _ in presented)
-        rounding = k.size(presented[0][1])
-        aimed = k.tolerance(value)
+        value, low, high = (k.rule.size(each) for each, _ in presented)
+        rounding = k.rule.size(presented[0][1])
+        aimed = k.rule.tolerance(value)
     else:
         low, high = bracket
         aimed = standard_error(deviation, k)
@@ -171,11 +171,11 @@ class Steps(eqx.Module):
         cls,
         num_steps: int | AdaptiveSteps,
         choose: Callable[[AdaptiveSteps], Int[Array, ""]],
-        k: int | Adaptive,
-    ) -> "tuple[Steps, int | Adaptive]":
+        k: int | Budget,
+    ) -> "tuple[Steps, int | Budget]":
         """The same, but those of an earlier run if k goes on from one; and k for the loop
         that takes them."""
-        if not isinstance(k, Adaptive) or k.state is None:
+        if not isinstance(k, Budget) or k.state is None:
             return cls.of(num_steps, choose), k
         made, loop = k.state
         return cls.of(num_steps, lambda _: made), dataclasses.replace(k, state=loop)

@@ -1,4 +1,4 @@
-"""Operators as maps of flat vectors."""
+"""Tags of operators."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._core.flat import flatten
+from traceax._operators.door import flatten
 
 from ..helpers import hermitian
 

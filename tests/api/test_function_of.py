@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._core.flat import flatten
-from traceax._functions.function_of import Action
+from traceax._functions.action import Action
+from traceax._operators.door import flatten
 from traceax._quadrature.tridiagonal import Compression, tridiagonal
 
 from ..helpers import hermitian, matrix_free

@@ -1,4 +1,4 @@
-"""Sums over probes in the loop that all estimators share."""
+"""Sums over probes, which all estimators share."""
 
 import equinox as eqx
 import jax
@@ -7,9 +7,9 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from traceax._core.flat import flatten
+from traceax._operators.door import flatten
 from traceax._run.execution import Local
-from traceax._run.loop import fold
+from traceax._run.fold import fold
 
 
 @pytest.mark.parametrize("rest", [0, 1])

@@ -1,0 +1,97 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import lineax as lx
+
+from .._core.checks import check_positive
+from .._functions.action import Action, check_of_eigenvalues
+from .._operators.checks import check_hermitian, check_is_operator
+from .._operators.door import flatten, unflatten
+from .._operators.tags import hermitian_tag
+from .._quadrature.callables import as_spectral_function
+from .._quadrature.functions import AbstractSpectralFunction
+
+
+def function_of(
+    operator: lx.AbstractLinearOperator,
+    function: AbstractSpectralFunction | Callable[[Any], Any],
+    num_steps: int,
+) -> lx.FunctionLinearOperator:
+    """$f(A)$ as an operator: each product $f(A) v$ by `num_steps` steps of Lanczos.
+
+    Hand it to [`traceax.trace`][] to use Hutch++, XTrace or XNysTrace on $f(A)$, to
+    `lineax.diagonal`, or multiply with it.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = 3 * jnp.eye(300) - jnp.eye(300, k=1) - jnp.eye(300, k=-1)
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        inverse = tx.function_of(operator, tx.Inverse(), num_steps=50)
+        solution = tx.trace(inverse, tx.XTraceEstimator(), k=40, key=jax.random.key(0))
+        print(solution.value, "+-", solution.std_err)
+        ```
+
+    **Arguments:**
+
+    - `operator`: a Hermitian operator, tagged as symmetric or semidefinite, or in complex
+        arithmetic with `traceax.hermitian_tag`.
+    - `function`: as in [`traceax.trace_of_function`][].
+    - `num_steps`: Lanczos steps for each product, a Python integer; more than n count as
+        n. The result is exact for polynomials of degree below it.
+
+    **Returns:**
+
+    A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric,
+    or `traceax.hermitian_tag` if complex, and positive semidefinite if $f \\ge 0$ on its
+    domain. One product costs `num_steps` products with `operator`, and as many vectors of
+    memory.
+
+    The error of the Lanczos approximation depends on the vector, so the operator is
+    linear only to that accuracy. First derivatives with respect to the vector, the
+    arrays of `operator` and those of `function` work; higher ones raise
+    `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
+    in reverse mode by one more run and `num_steps` products with the derivative of the
+    operator, in forward mode by `num_steps` more runs. The two modes truncate different
+    Krylov spaces, and agree only to the accuracy of the run. A product is NaN where a
+    Ritz value is outside the domain, beyond rounding.
+
+    **Raises:**
+
+    - `TypeError`: `operator`, `function` or `num_steps` is not of its kind.
+    - `ValueError`: `operator` is not square or not known to be Hermitian; `num_steps` is
+        below 1; `function` is one of singular values.
+
+    ??? cite
+
+        ```bibtex
+        @article{saad1992analysis,
+            author  = {Saad, Yousef},
+            title   = {Analysis of Some {Krylov} Subspace Approximations to the Matrix
+                       Exponential Operator},
+            journal = {SIAM Journal on Numerical Analysis},
+            volume  = {29},
+            number  = {1},
+            pages   = {209--228},
+            year    = {1992},
+        }
+        ```
+    """
+    check_is_operator(operator, second=function)
+    check_hermitian(operator)
+    num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
+    flat = flatten(operator)
+    function = as_spectral_function(function, flat.dtype)
+    check_of_eigenvalues(function)
+    real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
+    tags = [lx.symmetric_tag if real else hermitian_tag]
+    if function.nonnegative:
+        tags.append(lx.positive_semidefinite_tag)
+    action = Action(flat, function, num_steps, num_steps)
+    return unflatten(action, operator.in_structure(), flat.dtype, frozenset(tags))

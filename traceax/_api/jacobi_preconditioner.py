@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from .._core.flat import freeze, to_flat
+from .._estimators.auto_diagonal import AutoDiagonalEstimator
+from .._estimators.base import AbstractEstimator
+from .._preconditioners.diagonal import DiagonalPreconditioner
+from .._run.adaptive import Adaptive
+from .._run.execution import AbstractExecution, Local
+from .diagonal import diagonal
+
+
+def jacobi_preconditioner(
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractEstimator = AutoDiagonalEstimator(),
+    *,
+    k: int | Adaptive,
+    key: PRNGKeyArray | None = None,
+    state: PyTree[Array] | None = None,
+    execution: AbstractExecution = Local(),
+    throw: bool = True,
+) -> DiagonalPreconditioner:
+    """A [`traceax.DiagonalPreconditioner`][] from an estimate of the diagonal of an
+    operator.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        matrix = jnp.diag(jnp.logspace(0.0, 4.0, 300)) + 0.1
+        operator = lx.FunctionLinearOperator(
+            lambda v: matrix @ v,
+            jax.ShapeDtypeStruct((300,), matrix.dtype),
+            lx.positive_semidefinite_tag,
+        )
+        jacobi = tx.jacobi_preconditioner(operator, k=10, key=jax.random.key(0))
+        solver = lx.CG(rtol=1e-5, atol=1e-5)
+        options = {"preconditioner": jacobi.inverse()}
+        solution = lx.linear_solve(operator, jnp.ones(300), solver, options=options)
+        print(solution.stats["num_steps"])
+        ```
+
+    **Arguments:**
+
+    - `operator`: as for [`traceax.diagonal`][]; positive (or negative) semidefinite, or
+        the preconditioner is of little use.
+    - `estimator`, `k`, `key`, `state`, `execution`, `throw`: as for
+        [`traceax.diagonal`][].
+
+    **Returns:**
+
+    A preconditioner whose entries are the modulus of each entry of the diagonal, or its
+    standard error where that is larger, and 1 where both are 0. It has no derivatives;
+    those of a solve do not depend on it. Pass it where a preconditioner is taken, and
+    `.inverse()` of it to `lineax.linear_solve`.
+
+    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
+    vector of length n, and a product with it costs n operations.
+
+    **Raises:**
+
+    Errors as [`traceax.diagonal`][].
+    """
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
+    solution = diagonal(operator, estimator, **settings)
+    return freeze(
+        DiagonalPreconditioner(
+            entries=_positive_entries(solution.value, solution.std_err),
+            template=operator.in_structure(),
+            num_matvecs=solution.stats["num_matvecs"],
+        )
+    )
+
+
+@jax.jit
+def _positive_entries(value: PyTree[Array], std_err: PyTree[Array]) -> Array:
+    dtype = jnp.result_type(*jax.tree.leaves(std_err))
+    entries, errors = (
+        to_flat(jax.tree.map(jnp.abs, value), dtype),
+        to_flat(std_err, dtype),
+    )
+    # The error of a single sample is not known.
+    size = jnp.maximum(entries, jnp.where(jnp.isfinite(errors), errors, 0))
+    limits = jnp.finfo(dtype)
+    # Neither an entry nor its inverse overflows.
+    size = jnp.clip(size, limits.tiny, limits.max)
+    return jnp.where((entries > 0) | (jnp.isfinite(errors) & (errors > 0)), size, 1)

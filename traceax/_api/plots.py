@@ -1,0 +1,287 @@
+"""Plots of what was estimated, with its error bars. They need matplotlib, which is
+imported when a plot is made without `ax`, and not before."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Scalar
+
+from .._core.solution import Solution
+from .spectral_density import SpectralDensity
+
+
+Axes: TypeAlias = Any  # `matplotlib.axes.Axes`
+
+
+def convergence(
+    solution: Solution,
+    *,
+    exact: Scalar | complex | None = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """How an estimate came to its tolerance: the value after each round of an adaptive
+    budget, and a band of two standard errors to either side. Of a value with several
+    entries, such as a diagonal, the norms.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 100))
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        budget = tx.Adaptive(rtol=2e-2, max_k=400, history=True)
+        estimator = tx.HutchinsonEstimator()
+        solution = tx.trace(operator, estimator, k=budget, key=jax.random.key(1))
+        ax = tx.plot.convergence(solution, exact=jnp.sum(x**2))
+        ```
+
+    **Arguments:**
+
+    - `solution`: of a call with `k=traceax.Adaptive(..., history=True)`.
+    - `exact`: the true value, if it is known: a horizontal line.
+    - `ax`: the `matplotlib` axes to draw on. `None` takes the current ones, or makes a
+        figure, as `matplotlib.pyplot.gca()` does.
+    - `kwargs`: for the line of the values, as in `Axes.plot`: `label`, `color`, ...
+
+    **Returns:**
+
+    The axes. Across: the budget spent, in what `k` counts: products or probes, see
+    `max_k` of [`traceax.Adaptive`][]. Up: the value, of a complex one the real part. A
+    round with an infinite standard error has no band.
+
+    **Raises:**
+
+    - `TypeError`: `solution` is not a [`traceax.Solution`][].
+    - `ValueError`: it has no history, or is a batch of several.
+    - `ImportError`: there is no matplotlib.
+    """
+    _check_solution("solution", solution)
+    if "history" not in solution.stats:
+        raise ValueError(
+            "`solution` has no history. Pass `k=traceax.Adaptive(..., history=True)` to "
+            "the call that made it. An exact answer, which is what a round of n or more "
+            "gives, has none: lower `round_size`."
+        )
+    history = np.asarray(solution.stats["history"])
+    if history.ndim != 2:
+        raise ValueError(
+            "`solution` must be one solution. Found a batch, with a history of shape "
+            f"{history.shape}. {_TAKE_ONE}"
+        )
+    spent, value, std_err = history[np.isfinite(history[:, 0])].T
+    axes = _axes(ax)
+    _curve(axes, spent, value, std_err, {"marker": "."} | kwargs)
+    if exact is not None:
+        axes.axhline(float(np.real(exact)), **_reference(axes))
+    return _label(axes, "budget spent, $k$", "value ± 2 standard errors")
+
+
+def spectral_density(
+    density: SpectralDensity,
+    *,
+    width: Scalar | float | None = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """The smoothed density of the eigenvalues, and a band of two standard errors to
+    either side.
+
+    !!! Example
+
+        ```python
+        import jax
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 500)) / 500**0.5
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        key = jax.random.key(1)
+        density = tx.spectral_density(operator, k=20, num_steps=50, key=key)
+        ax = tx.plot.spectral_density(density)
+        ```
+
+    **Arguments:**
+
+    - `density`: of [`traceax.spectral_density`][].
+    - `width`: the standard deviation of the Gaussian that it is smoothed by, in the units
+        of the eigenvalues. `None` takes a fiftieth of the range of the nodes, or that
+        range over `num_steps` where this is wider, since the nodes resolve no less.
+    - `ax`, `kwargs`: as in [`traceax.plot.convergence`][].
+
+    **Returns:**
+
+    The axes. Across: 500 points, from three widths below the smallest node to three
+    above the largest.
+
+    **Raises:**
+
+    - `TypeError`: `density` is not a [`traceax.SpectralDensity`][]; `width` is not real.
+    - `ValueError`: `density` has a node that is not finite, or is a batch of several;
+        `width` is not positive.
+    - `ImportError`: there is no matplotlib.
+    """
+    if not isinstance(density, SpectralDensity):
+        raise TypeError(
+            "`density` must be a `traceax.SpectralDensity`. Found an object of type "
+            f"{type(density).__name__}. Make one by `traceax.spectral_density`."
+        )
+    nodes = np.asarray(density.nodes)
+    low, high = float(nodes.min()), float(nodes.max())
+    if not np.isfinite(low + high):
+        raise ValueError(
+            "`density` has nodes that are not finite: a product with the operator was "
+            "NaN or infinite. Check the operator's arrays."
+        )
+    if width is None:
+        # Of a spectrum that is one point, to rounding, a range that the dtype resolves.
+        size = max(abs(low), abs(high)) or 1.0
+        spread = max(high - low, float(np.finfo(nodes.dtype).eps) ** 0.5 * size)
+        width = spread / min(50, nodes.shape[-1])
+    margin = 3 * float(width)
+    t = np.linspace(low - margin, high + margin, 500)
+    value, std_err = density(t, width)
+    axes = _axes(ax)
+    _curve(axes, t, np.asarray(value), np.asarray(std_err), kwargs)
+    return _label(axes, "eigenvalue", "density ± 2 standard errors")
+
+
+def compare(
+    solutions: Mapping[str, Solution],
+    *,
+    exact: Scalar | complex | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Estimates of one number side by side, each with an error bar of two standard
+    errors to either side.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        x = jax.random.normal(jax.random.key(0), (500, 100)) / jnp.arange(1, 101)
+        operator = lx.MatrixLinearOperator(x @ x.T, lx.positive_semidefinite_tag)
+        estimators = {
+            "Hutchinson": tx.HutchinsonEstimator(),
+            "Hutch++": tx.HutchPlusPlusEstimator(),
+        }
+        key = jax.random.key(1)
+        solutions = {
+            name: tx.trace(operator, estimator, k=30, key=key)
+            for name, estimator in estimators.items()
+        }
+        ax = tx.plot.compare(solutions, exact=jnp.sum(x**2))
+        ```
+
+    **Arguments:**
+
+    - `solutions`: a mapping from names to solutions.
+    - `exact`: the true value, if it is known: a vertical line.
+    - `ax`: as in [`traceax.plot.convergence`][].
+
+    **Returns:**
+
+    The axes: one row for each solution, from top to bottom, named on the axis. Of a
+    complex value the real part; where the standard error is infinite, no bar.
+
+    **Raises:**
+
+    - `TypeError`: `solutions` is not a mapping of names to [`traceax.Solution`][]s.
+    - `ValueError`: it is empty, or one of them is a batch of several, or of a quantity
+        with several entries.
+    - `ImportError`: there is no matplotlib.
+    """
+    if not isinstance(solutions, Mapping):
+        raise TypeError(
+            "`solutions` must be a mapping from names to solutions. Found an object of "
+            f"type {type(solutions).__name__}. Pass, for example, "
+            "`{'XTrace': solution}`."
+        )
+    if not solutions:
+        raise ValueError("`solutions` must have at least one entry. Found none.")
+    for name, solution in solutions.items():
+        _check_solution(f"solutions[{name!r}]", solution)
+        shapes = jax.tree.map(np.shape, solution.value)
+        if shapes != ():
+            raise ValueError(
+                f"`solutions[{name!r}]` must be one solution with one number. Found a "
+                f"value of the shape {shapes}. {_TAKE_ONE}"
+            )
+    values = [float(solution.value.real) for solution in solutions.values()]
+    bars = np.array([2 * float(solution.std_err) for solution in solutions.values()])
+    rows = np.arange(len(solutions))
+    bars = np.where(np.isfinite(bars), bars, np.nan)
+    axes = _axes(ax)
+    axes.errorbar(values, rows, xerr=bars, fmt="o", capsize=4)
+    if exact is not None:
+        axes.axvline(float(np.real(exact)), **_reference(axes))
+    axes.set_yticks(rows, solutions.keys())
+    axes.set_ylim(len(solutions) - 0.5, -0.5)
+    return _label(axes, "value ± 2 standard errors", "")
+
+
+_TAKE_ONE = "Take one, for example `jax.tree.map(lambda x: x[0], solutions)`."
+
+
+def _check_solution(name: str, solution: Any) -> None:
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"`{name}` must be a `traceax.Solution`. Found an object of type "
+            f"{type(solution).__name__}. Pass what `traceax.trace` or "
+            "`traceax.logdet` returned."
+        )
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        pyplot = import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise ImportError(
+            "Plots need matplotlib. Install it: `pip install 'traceax[plot]'`."
+        ) from error
+    return pyplot.gca()
+
+
+def _curve(
+    ax: Axes,
+    x: np.ndarray,
+    value: np.ndarray,
+    std_err: np.ndarray,
+    settings: dict[str, Any],
+) -> None:
+    (line,) = ax.plot(x, value, **settings)
+    ax.fill_between(
+        x,
+        value - 2 * std_err,
+        value + 2 * std_err,
+        color=line.get_color(),
+        alpha=0.25,
+        linewidth=0,
+    )
+
+
+def _reference(ax: Axes) -> dict[str, Any]:
+    """The line of the exact value, in the colour of the labels, which a style sets."""
+    color = ax.xaxis.label.get_color()
+    return {"color": color, "linestyle": "--", "linewidth": 1, "label": "exact"}
+
+
+def _label(ax: Axes, across: str, up: str) -> Axes:
+    ax.set_xlabel(across)
+    ax.set_ylabel(up)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend()
+    return ax

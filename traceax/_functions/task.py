@@ -1,0 +1,93 @@
+"""The tasks whose answer is the trace of a function of an operator."""
+
+import equinox as eqx
+from jaxtyping import PRNGKeyArray
+
+from .._core.flat import FlatOperator
+from .._core.quantity import AbstractQuantity, Trace
+from .._core.solution import Estimate
+from .._operators.door import Facts
+from .._quadrature.functions import AbstractSpectralFunction
+from .._run.budget import Budget
+from .._run.execution import AbstractExecution
+from .._run.solve import AbstractTask
+from .._run.steps import AdaptiveSteps, exact_limit
+from .all_eigenvalues import exact_trace_of_function
+from .base import AbstractFunctionEstimator
+from .gradients import AbstractFunctionGradient
+
+
+class AbstractFunctionTask(AbstractTask):
+    """The trace of a function, by an estimator or by all eigenvalues. A kind of it says
+    which operator the function is of, and what becomes of the estimate."""
+
+    estimator: AbstractFunctionEstimator
+    function: AbstractSpectralFunction
+    gradient: AbstractFunctionGradient
+    num_steps: int | AdaptiveSteps
+    quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return type(self.estimator).__name__
+
+    @property
+    def min_matvecs(self) -> int:
+        return self.estimator.min_probes
+
+    @property
+    def fallback(self) -> str:
+        return "SLQEstimator"
+
+    def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
+        return operator.size if self.known(facts) is None else 0
+
+    def exact_limit(self, operator: FlatOperator) -> int:
+        orthogonal = operator.hermitian or self.function.of_singular_values
+        return exact_limit(self.num_steps, orthogonal=orthogonal)
+
+    def known(self, facts: Facts) -> Estimate | None:
+        """The answer, if it follows from what lineax knows of the operator."""
+        return None
+
+    def operand(self, operator: FlatOperator) -> FlatOperator:
+        """The operator that the function is of."""
+        return operator
+
+    def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
+        """What becomes of the estimate."""
+        return estimate
+
+    def exact(
+        self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
+    ) -> Estimate:
+        if (answer := self.known(facts)) is not None:
+            return answer
+        operand = self.operand(operator)
+        estimate = exact_trace_of_function(
+            operand, self.function, self.gradient, execution
+        )
+        return self.finish(operator, estimate)
+
+    def run(
+        self,
+        operator: FlatOperator,
+        k: int | Budget,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        estimate = self.estimator.run(
+            self.operand(operator),
+            self.function,
+            self.gradient,
+            k=k,
+            num_steps=self.num_steps,
+            key=key,
+            execution=execution,
+            quantity=self.quantity,
+        )
+        return self.finish(operator, estimate)
+
+
+class TraceOfFunction(AbstractFunctionTask):
+    """The trace itself."""

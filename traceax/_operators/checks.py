@@ -1,0 +1,180 @@
+"""What calls check of the operators that users hand to them."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.tree_util import tree_leaves, tree_structure
+from jaxtyping import Array
+
+from .._core.checks import is_key
+from .tags import is_complex, is_hermitian
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
+    """Raise unless the operator maps a space of real or of complex vectors to itself."""
+    structure_in, structure_out = operator.in_structure(), operator.out_structure()
+    shapes_in = [leaf.shape for leaf in tree_leaves(structure_in)]
+    shapes_out = [leaf.shape for leaf in tree_leaves(structure_out)]
+    same_tree = tree_structure(structure_in) == tree_structure(structure_out)
+    if not same_tree or shapes_in != shapes_out:
+        fix = (
+            "For a real rectangular operator J, `J.T @ J` is square; "
+            "`traceax.schatten_norm` takes J itself."
+        )
+        if operator.out_size() == operator.in_size():
+            fix = "The product must have the structure of the vector."
+        raise ValueError(
+            f"`{name}` must be square, with the same structure in and out. Found "
+            f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
+            f"in_structure()={structure_in} and out_structure()={structure_out}. {fix}"
+        )
+    check_spaces(operator, name)
+
+
+def check_spaces(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
+    """Raise unless the operator maps a space of real or of complex vectors to such a
+    space of the same kind."""
+    if 0 in (operator.in_size(), operator.out_size()):
+        raise ValueError(f"`{name}` must have at least one row. Found size 0.")
+    structure_in, structure_out = operator.in_structure(), operator.out_structure()
+    leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
+    dtypes = {leaf.dtype for leaf in [*leaves, *_scalars(operator)]}
+    kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}
+    if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        raise TypeError(
+            f"`{name}` must map real vectors to real ones or complex vectors to "
+            f"complex ones. Found the dtypes {sorted(map(str, dtypes))} in its "
+            "in_structure(), out_structure() and factors. Cast the operator's arrays and "
+            "its input structure to one floating or complex dtype."
+        )
+
+
+def _scalars(operator: lx.AbstractLinearOperator) -> list[Array]:
+    """Complex factors of real operators, of which the structures of lineax know
+    nothing."""
+    found = []
+    multiple = isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator)
+    if multiple and jnp.iscomplexobj(operator.scalar):
+        found += [] if is_complex(operator.operator) else [operator.scalar]
+    for name in ("operator", "operator1", "operator2"):
+        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
+            found += _scalars(part)
+    return found
+
+
+def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`fn`, with an error that explains our order of arguments to callers who use another
+    one, as in `trace(key, operator, k, estimator)`."""
+
+    @ft.wraps(fn)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if len(args) > 2 or (args and is_key(args[0])):
+            found = ", ".join(type(each).__name__ for each in args)
+            raise TypeError(
+                f"`traceax.{fn.__name__}` takes the operator first and all but the "
+                f"estimator by name. Found positional arguments of the types {found}. "
+                f"Call `traceax.{fn.__name__}(operator, estimator, k=k, key=key)`."
+            )
+        return fn(*args, **kwargs)
+
+    return checked
+
+
+_UNTRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
+_ON_HOST = (
+    "Wrap a product that is made outside of JAX as `lineax.FunctionLinearOperator("
+    "lambda v: jax.pure_callback(lambda v: (matrix @ np.asarray(v)).astype(v.dtype), v, "
+    "v, vmap_method='sequential'), jax.ShapeDtypeStruct((n,), dtype))`. See the guide "
+    '"Products made on the host".'
+)
+
+
+def check_is_operator(
+    operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
+) -> None:
+    """Raise unless it is an operator of vectors of one kind; `second` is the argument
+    that comes after it."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        fix = _how_to_wrap(operator)
+        if isinstance(second, lx.AbstractLinearOperator):
+            fix = "The operator comes first: exchange it and the argument before it."
+        raise TypeError(
+            f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of "
+            f"type {_type_name(operator)}. {fix}"
+        )
+    for matrix in _matrices(operator):
+        if not eqx.is_array_like(matrix) and hasattr(matrix, "__matmul__"):
+            raise TypeError(
+                f"`{name}` must hold arrays. Found a `lineax.MatrixLinearOperator` of an "
+                f"object of type {_type_name(matrix)}. {_how_to_wrap(matrix)}"
+            )
+    try:
+        check_square(operator, name) if square else check_spaces(operator, name)
+    except _UNTRACEABLE as error:
+        raise TypeError(
+            f"The product of `{name}` must be one that JAX can trace. Found one that "
+            "needs the numbers that a traced array will have. Use `jnp` in the place of "
+            f"`numpy` and `math`. {_ON_HOST}"
+        ) from error
+
+
+def _type_name(x: Any) -> str:
+    """With its module, since other libraries have classes of the same name as lineax."""
+    kind = type(x)
+    plain = kind.__module__ == "builtins" or eqx.is_array_like(x)
+    return kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _how_to_wrap(x: Any) -> str:
+    function = "`lineax.FunctionLinearOperator({}, jax.ShapeDtypeStruct((n,), dtype))`"
+    if eqx.is_array_like(x):
+        return "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
+    if isinstance(x, list | tuple):
+        return "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
+    if type(x).__module__.startswith("jax."):
+        product = function.format("lambda v: matrix @ v")
+        return f"Wrap the product of a sparse matrix as {product}."
+    if hasattr(x, "__matmul__"):
+        return _ON_HOST
+    if callable(x):
+        return f"Wrap a function `v -> A v` as {function.format('function')}."
+    return (
+        f"Wrap its product as {function.format('function')}, by a callback if JAX cannot "
+        "trace it."
+    )
+
+
+def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
+    """Those that the operator stores, and of which it is made."""
+    found = [operator.matrix] if isinstance(operator, lx.MatrixLinearOperator) else []
+    for name in ("operator", "operator1", "operator2"):
+        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
+            found += _matrices(part)
+    return found
+
+
+def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
+    """Raise unless the operator is Hermitian, and says so."""
+    if is_hermitian(operator):
+        return
+    tag = "traceax.hermitian_tag" if is_complex(operator) else "lineax.symmetric_tag"
+    raise ValueError(
+        "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "
+        f"{type(operator).__name__} without one. If it is, wrap it: "
+        f"`lineax.TaggedLinearOperator(operator, {tag})`, or "
+        "`lineax.positive_semidefinite_tag` where that holds."
+    )
