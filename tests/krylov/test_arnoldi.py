@@ -467,7 +467,7 @@ def exactly(kind):
     return slopes_and_solutions(POSITIVE[kind](), functions)
 
 
-@pytest.mark.slow(but=("exp", "constant", "inverse*"))
+@pytest.mark.slow(but=("exp", "inverse*"))
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_exact_budget(function):
     """With k = n: value and gradient, without an error bar."""
