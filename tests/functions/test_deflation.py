@@ -78,7 +78,7 @@ def test_is_as_accurate_as_asked(many):
     assert np.abs(np.mean(values) / exact - 1) < 3e-3
 
 
-@pytest.mark.slow(but="flat")
+@pytest.mark.slow
 def test_deflates_where_it_pays(many):
     """Blocks of 2 columns, 6 steps at a time, which count as 2 probes of 6 steps: not
     beyond the first 12 steps if the spectrum is flat. Others are in rounds of 8."""
@@ -90,7 +90,7 @@ def test_deflates_where_it_pays(many):
         assert np.all(spent > 24 + 16 * 6)
 
 
-@pytest.mark.slow(but="flat")
+@pytest.mark.slow
 def test_derivatives_follow(many):
     """Unbiased, but for the error of Krylov spaces of 6 steps."""
     name, *_, slopes = many

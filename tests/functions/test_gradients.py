@@ -248,7 +248,7 @@ def solved_slopes(scale, matrix, function, rtol):
     return jax.value_and_grad(estimate)(0.0)
 
 
-@pytest.mark.slow(but="1.0-float64-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-4), (np.float64, 1e-9)])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_solves_of_any_scale(dtype, rtol, scale):
@@ -283,6 +283,7 @@ def calls(make, values):
     return compiled, found
 
 
+@pytest.mark.slow
 def test_callables_with_the_same_code_compile_once():
     """A number that code closes over is part of it, an array is an argument."""
     compiled, found = calls(lambda _: lambda x: jnp.exp(-x) + 1, range(2))

@@ -366,6 +366,7 @@ def trace_of_inverse(matrix, estimator):
     return tx.trace(inverse_of(matrix), estimator, k=24, key=KEY, throw=False)
 
 
+@pytest.mark.slow
 def test_function_of():
     """f(A) as an operator: products, traces of it by other estimators, its diagonal."""
     matrix = hermitian(12, np.geomspace(0.1, 10, N), np.complex128)

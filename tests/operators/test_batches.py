@@ -116,7 +116,7 @@ def of_all_data(make):
     return everything(over_all)
 
 
-@pytest.mark.slow(but=("hessian-2", "ggn-2"))
+@pytest.mark.slow(but="ggn-2")
 @pytest.mark.parametrize(
     ("make", "at_once"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
 )

@@ -272,6 +272,7 @@ TO_LOAD = [
 ]
 
 
+@pytest.mark.slow
 def test_exported_programs_in_a_fresh_process(tmp_path):
     """Keys travel typed, or raw ("hutchinson")."""
     raw = jr.key_data(KEY)

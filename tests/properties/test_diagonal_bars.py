@@ -91,6 +91,7 @@ def test_bars_of_every_entry(name, k):
         assert np.sqrt(np.mean(std_errs[i] ** 2)) <= 2 * rms, NAMES[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [20, 60])
 @pytest.mark.parametrize(
     ("auto", "sketch"), [("Auto", "XDiag"), ("Auto, tagged", "XNysDiag")]

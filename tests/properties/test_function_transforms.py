@@ -338,7 +338,7 @@ def dense_answer(name, matrix):
     return np.sum(f.get(name, np.log)(eigenvalues))
 
 
-@pytest.mark.slow(but="krylov")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nystrom", "krylov"])
 def test_complex_hermitian(name):
     """Within 6 standard errors and the bracket. For Student's t with 11 degrees of

@@ -46,6 +46,7 @@ def means_and_widths(samples, confidence):
     return jax.vmap(one)(samples)
 
 
+@pytest.mark.slow(but="10")
 @pytest.mark.parametrize("m", [4, 10, 20, 40])
 def test_quadratic_forms(m):
     """Of normal vectors, 20,000 times; with one eigenvalue alone as well."""

@@ -145,6 +145,7 @@ def test_stops_at_the_first_round_that_is_good_enough(estimator):
         assert succeeded(solution) or made == MAX // SIZE
 
 
+@pytest.mark.slow(but=("Hutchinson", "XTrace", "XNysTrace"))
 @AS_FIXED
 def test_tolerance_to_the_last_digit(estimator):
     """Just below the tolerance it goes on, and just above it ends."""
@@ -300,6 +301,7 @@ def test_products_are_counted(estimator):
     assert succeeded(solution)
 
 
+@pytest.mark.slow(but=("Hutchinson", "HutchPlusPlus", "XTrace"))
 @EVERY
 def test_an_estimate_that_is_good_enough_is_kept(estimator):
     """For a tolerance that is met, the budget beyond n changes nothing."""

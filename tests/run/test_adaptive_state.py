@@ -90,6 +90,7 @@ def test_resume_with_a_tighter_tolerance():
     assert again.stats["num_matvecs"] >= first.stats["num_matvecs"] + 6
 
 
+@pytest.mark.slow
 def test_resume_where_nothing_is_left_to_do():
     """A state that is good enough costs no product."""
     first = trace(OPERATOR, XTRACE, budget(rtol=0.1))

@@ -101,7 +101,7 @@ def test_a_failed_product_is_still_a_failure():
     assert solution.result == tx.RESULTS.nonfinite_product
 
 
-@pytest.mark.slow(but="80-80")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "products"), [(N + 2 * SIZE, N), (N + 5 * SIZE, N + 5 * SIZE)]
 )

@@ -35,7 +35,7 @@ def of(fn, *args):
     return collectives(jax.jit(fn).lower(*args).compile())
 
 
-@pytest.mark.slow(but=("Hutchinson", "Golub-Kahan"))
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize(
     ("call", "make", "tags"),
     [

@@ -101,6 +101,7 @@ def test_hutchinson():
     check(call, positive_definite(N), 1, 4, 8, blocks=blocks)
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("k", [1, 3])
 def test_fewer_probes_than_devices(k):
     call = trace(tx.HutchinsonEstimator(), k)

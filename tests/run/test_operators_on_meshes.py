@@ -221,7 +221,7 @@ def test_second_derivative(make, x):
     agree(second, [make], x)
 
 
-@pytest.mark.slow(but="solving")
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "x"), by_name(SOLVING))
 def test_solve_inside(make, x):
     agree(second, [make], x, 1e-12)
@@ -281,7 +281,7 @@ def test_explicit_axes_are_nothing_to_local_execution():
 ON_DIAGONAL = PATTERN[:, 0] == PATTERN[:, 1]
 
 
-@pytest.mark.slow(but="definite_bcoo-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "x"),
     [(convex, (A / N, D)), (definite_bcoo, np.where(ON_DIAGONAL, 2.0 * N, 0.5))],
