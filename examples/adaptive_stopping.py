@@ -276,8 +276,8 @@ first = tx.trace(covariance(SMOOTH), xtrace, k=small, key=key, throw=False)
 print(tx.RESULTS[first.result].splitlines()[0])
 print(f"{first.value:.5f} +- {first.std_err:.5f}, {first.stats['num_matvecs']} products")
 
-larger = tx.Adaptive(rtol=2e-3, max_k=160, state=first.state)
-second = tx.trace(covariance(SMOOTH), xtrace, k=larger, key=key)
+larger = tx.Adaptive(rtol=2e-3, max_k=160)
+second = tx.trace(covariance(SMOOTH), xtrace, k=larger, key=key, state=first.state)
 total = second.stats["num_matvecs"]
 print(f"{second.value:.5f} +- {second.std_err:.5f}, {total} products in all")
 print(f"one run without a break differs by {abs(second.value - solution.value):.0e}")

@@ -89,10 +89,9 @@ meter = eqxi.TextProgressMeter()
 
 
 def traces(calls, state=None):
-    settings = {"round_size": 16, "progress": meter, "state": state}
-    k = tx.Adaptive(rtol=1e-3, max_k=32 * calls, **settings)
+    k = tx.Adaptive(rtol=1e-3, max_k=32 * calls, round_size=16, progress=meter)
     call = {"key": jr.key(1), "execution": tx.Local(block_size=16), "throw": False}
-    return tx.frobenius_products(operators, k=k, **call)
+    return tx.frobenius_products(operators, k=k, state=state, **call)
 
 
 first = traces(1)

@@ -19,7 +19,7 @@ PSD = lx.positive_semidefinite_tag
 class Case(NamedTuple):
     """An estimator, and what is special about it."""
 
-    estimator: tx.AbstractTraceEstimator
+    estimator: tx.AbstractEstimator
     products_per_probe: int  # k / m, for the m probes in its estimate
     semidefinite: bool = False  # whether it needs the tag
     rank_exact: bool = True  # whether a sketch wider than the rank is exact

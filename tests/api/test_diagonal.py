@@ -23,7 +23,7 @@ KEYS = jr.split(jr.key(20261121), NUM_KEYS)
 
 
 class Case(NamedTuple):
-    estimator: tx.AbstractTraceEstimator
+    estimator: tx.AbstractEstimator
     tags: object
     exact_rank: int  # that K products are exact for, with an error bar of 0
 

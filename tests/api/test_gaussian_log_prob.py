@@ -298,21 +298,21 @@ def test_preconditioner_chosen_by_the_data():
 def test_preconditioner_of_a_run_that_goes_on():
     """It is that of the first run, of which the samples are, whatever the tolerance."""
 
-    def run(**budget):
-        k = tx.Adaptive(round_size=4, min_samples=4, max_k=32, **budget)
-        settings = {"k": k, "num_steps": 8, "throw": False}
+    def run(rtol, state=None):
+        k = tx.Adaptive(round_size=4, min_samples=4, max_k=32, rtol=rtol)
+        settings = {"k": k, "num_steps": 8, "state": state, "throw": False}
         settings["preconditioner"] = tx.AutoPreconditioner(PARAMETERS[2], max_rank=16)
         return log_prob(kernel(PARAMETERS), RESIDUAL, **settings)
 
     first = run(rtol=10.0)
     again = run(rtol=1e-3, state=first.state)
-    spent = first.state.preconditioner.num_matvecs
-    assert again.state.preconditioner.num_matvecs == spent
+    (preconditioner, of_logdet), (kept, _) = first.state, again.state
+    assert kept.num_matvecs == preconditioner.num_matvecs
     assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
     exact, *_ = exact_of(kernel(PARAMETERS), RESIDUAL)
     assert abs(again.value - exact) <= 4 * again.std_err + 1e-3 * abs(exact)
     with pytest.raises(ValueError, match="the same kind of preconditioner"):
-        run(rtol=1e-3, state=first.state.logdet)
+        run(rtol=1e-3, state=of_logdet)
 
 
 @pytest.mark.slow

@@ -621,7 +621,7 @@ def test_adaptive_by_sketches():
     assert np.isclose(solution.value, solve(name, matrix, k=used).value, rtol=1e-9)
     assert np.isclose(solution.value, np.linalg.norm(matrix), rtol=1e-3)
     resumed = solve(
-        name, matrix, k=tx.Adaptive(**settings | {"rtol": 1e-5}, state=solution.state)
+        name, matrix, k=tx.Adaptive(**settings | {"rtol": 1e-5}), state=solution.state
     )
     assert resumed.stats["num_matvecs"] > used
     assert np.isclose(resumed.value, np.linalg.norm(matrix), rtol=1e-5)

@@ -138,9 +138,9 @@ def test_history_counts_deflation_and_a_state_keeps_it():
 
     operator = lx.FunctionLinearOperator(mv, jax.ShapeDtypeStruct((N,), float), PSD)
 
-    def call(k):
+    def call(k, state=None):
         made.clear()
-        settings = {"num_steps": 6, "key": jr.key(1), "throw": False}
+        settings = {"num_steps": 6, "key": jr.key(1), "state": state, "throw": False}
         solution = tx.trace_of_function(
             operator, tx.Power(0.5), ESTIMATOR, k=k, **settings
         )
@@ -153,7 +153,7 @@ def test_history_counts_deflation_and_a_state_keeps_it():
     history = np.asarray(first.stats["history"])[:, 0]
     assert [x for x in history if np.isfinite(x)] == seen
     assert seen[-1] * 6 == spent
-    resumed, total, more = call(budget(rtol=0.003, max_k=80, state=first.state))
+    resumed, total, more = call(budget(rtol=0.003, max_k=80), first.state)
     assert total - spent == more > 0
     assert resumed.std_err < first.std_err
     samples = np.asarray(first.stats["samples"])

@@ -14,13 +14,14 @@ import traceax as tx
 from traceax._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from traceax._estimators.auto_diagonal import _XNysDiagOrSigns
 from traceax._numerics.expansion import OneSided, read
+from traceax._run.budget import Budget
 
 from ..helpers import hermitian
 
 
 N, EPS = 14, float(jnp.finfo(jnp.float64).eps)
 TREE = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(7), "c": jnp.zeros(())}
-STRUCTURE = tx.hessian(lambda w: w["c"] ** 2, TREE)
+STRUCTURE = jax.eval_shape(lambda: TREE)
 LEAVES = [slice(0, 6), slice(6, 13), slice(13, 14)]
 
 
@@ -85,7 +86,7 @@ def by_xnystrace(matrix, others, probe, improved):
 
 
 class Case(NamedTuple):
-    estimator: tx.AbstractTraceEstimator
+    estimator: tx.AbstractEstimator
     naive: ft.partial
     products: int  # for each probe
     semidefinite: bool
@@ -304,7 +305,7 @@ def test_low_rank_is_exact(case):
 @eqx.filter_jit
 def grown(estimator, matrix, probes, k):
     """After one round of two."""
-    budget = tx.Adaptive(atol=1.0, max_k=2 * k, round_size=k)
+    budget = Budget.of(tx.Adaptive(atol=1.0, max_k=2 * k, round_size=k))
     rounds = jnp.zeros((), jnp.int32)
 
     def matmat(x, adjoint=False):

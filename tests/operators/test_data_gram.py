@@ -413,8 +413,8 @@ def test_chunks_that_go_wrong_later():
     operator = reader.operator()
 
     def run(rounds, state=None):
-        k = tx.Adaptive(rtol=1e-9, max_k=8 * rounds, round_size=8, state=state)
-        return tx.trace(operator, HUTCHINSON, k=k, key=KEY, throw=False)
+        k = tx.Adaptive(rtol=1e-9, max_k=8 * rounds, round_size=8)
+        return tx.trace(operator, HUTCHINSON, k=k, key=KEY, state=state, throw=False)
 
     first = run(1)
     for reader.failure, message in FAILURES:

@@ -27,17 +27,19 @@ def exact(matrix):
     return np.linalg.slogdet(matrix.astype(wide))[1]
 
 
-def run(matrix, shift, key, k=K, *settings):
+def run(matrix, shift, key, k=K, *settings, state=None):
     """Beside the solution the rank, which is what is left of the products."""
     shift = jnp.asarray(shift, np.finfo(matrix.dtype).dtype)
-    return compiled(matrix, shift, key, k, *settings)
+    return compiled(matrix, shift, key, k, *settings, state=state)
 
 
 @eqx.filter_jit
-def compiled(matrix, shift, key, k, num_steps=tx.AdaptiveSteps(), most=MAX_RANK):
+def compiled(
+    matrix, shift, key, k, num_steps=tx.AdaptiveSteps(), most=MAX_RANK, state=None
+):
     operator = lx.MatrixLinearOperator(matrix, PSD)
     outer = tx.AutoPreconditioner(shift, most)
-    settings = {"key": key, "throw": False, "num_steps": num_steps}
+    settings = {"key": key, "state": state, "throw": False, "num_steps": num_steps}
     solution = tx.logdet(operator, k=k, preconditioner=outer, **settings)
     probes = jnp.sum(jnp.isfinite(solution.stats["samples"]))
     spent = probes * num_steps if isinstance(num_steps, int) else 0
@@ -266,7 +268,8 @@ def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     matrix = decaying(rate=0.9, shift=1.0)
 
     def solve(rtol, max_k, state=None):
-        return run(matrix, 1.0, KEY, tx.Adaptive(rtol=rtol, max_k=max_k, state=state))
+        k = tx.Adaptive(rtol=rtol, max_k=max_k)
+        return run(matrix, 1.0, KEY, k, state=state)
 
     loose, small = solve(0.5, 16)
     solution, rank = solve(1e-6, 64, loose.state)

@@ -380,14 +380,14 @@ class Custom(tx.AbstractStreamingEstimator):
 @pytest.mark.parametrize(
     ("form", "found"),
     [
-        (lambda mv, probe: probe * mv(probe), "the shape (12,) and 1 products"),
-        (lambda mv, probe: jnp.vdot(probe, mv(mv(probe))), "the shape () and 2 products"),
-        (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 products"),
+        (lambda mv, probe: probe * mv(probe), "the shape (12,) and 1 matvecs"),
+        (lambda mv, probe: jnp.vdot(probe, mv(mv(probe))), "the shape () and 2 matvecs"),
+        (lambda mv, probe: jnp.vdot(probe, probe), "the shape () and 0 matvecs"),
     ],
 )
 def test_a_sample_is_made_from_one_product(form, found):
     must = "`Custom.sample` must return a pair of vectors of length n, or a scalar, made"
-    parts = [f"{must} from one product", *found.split(" and ")]
+    parts = [f"{must} from one matvec", *found.split(" and ")]
     check(ValueError, parts, lambda: tx.trace(TAGGED, Custom(form), k=4, key=KEY))
 
 
@@ -478,7 +478,7 @@ def test_a_run_goes_on_with_no_smaller_budget():
     adaptive = lambda **more: tx.Adaptive(rtol=1e-9, round_size=2, **more)  # noqa: E731
     first = tx.row_norms(TAGGED, k=adaptive(max_k=8), **settings)
     call = lambda: tx.row_norms(  # noqa: E731
-        TAGGED, k=adaptive(max_k=4, state=first.state), **settings
+        TAGGED, k=adaptive(max_k=4), state=first.state, **settings
     )
     check(ValueError, ["`max_k`", "Found 4 for 8"], call)
 

@@ -306,7 +306,7 @@ def solve_adaptively(call, matrices, keys, rtol, parts):
     def one(pair):
         budget = ft.partial(tx.Adaptive, rtol=rtol, round_size=8)
         first = call.solve(*pair, k=budget(max_k=16)).state if parts == 2 else None
-        return solve(call, *pair, k=budget(max_k=32, state=first))
+        return solve(call, *pair, k=budget(max_k=32), state=first)
 
     return jax.lax.map(one, (matrices, keys))
 

@@ -34,9 +34,9 @@ def budget(**settings):
     return tx.Adaptive(**({"max_k": MAX, "round_size": SIZE} | settings))
 
 
-def trace(operator, estimator, k, *, key=KEY, rate=-1.0, throw=False):
+def trace(operator, estimator, k, *, key=KEY, state=None, rate=-1.0, throw=False):
     """That of the operator, or for `SLQ` of exp(rate A)."""
-    settings = {"k": k, "key": key, "throw": throw}
+    settings = {"k": k, "key": key, "state": state, "throw": throw}
     if isinstance(estimator, tx.SLQEstimator):
         exp = tx.Exp(rate)
         return tx.trace_of_function(operator, exp, SLQ, num_steps=STEPS, **settings)
@@ -60,19 +60,19 @@ def solution_and_gradient(operator, matrix, estimator, k, **settings):
 
 
 @eqx.filter_jit
-def _estimate(matrix, estimator, k, tags, gradient):
+def _estimate(matrix, estimator, k, tags, gradient, state):
     def operator(matrix):
         return matrix_free(matrix, tags)
 
     if gradient:
-        return solution_and_gradient(operator, matrix, estimator, k)
-    return trace(operator(matrix), estimator, k), None
+        return solution_and_gradient(operator, matrix, estimator, k, state=state)
+    return trace(operator(matrix), estimator, k, state=state), None
 
 
-def estimate(matrix, estimator, k, tags=None, gradient=True):
+def estimate(matrix, estimator, k, tags=None, gradient=True, state=None):
     """Solution and gradients, as NumPy arrays, of a matrix whose product is known."""
     tags = tags_of(estimator) if tags is None else tags
-    return as_numpy(_estimate(matrix, estimator, k, tags, gradient))
+    return as_numpy(_estimate(matrix, estimator, k, tags, gradient, state))
 
 
 def as_numpy(tree):

@@ -157,9 +157,6 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
     operator = matrix_free(jnp.asarray(DECAY), tags)
     limits = {"rtol": 1e-12, "round_size": 8, "min_samples": 4}
 
-    def again_from(first):
-        return tx.Adaptive(max_k=32, state=first.state, **limits)
-
     @eqx.filter_jit
     def runs(operator, key):
         """A short run, one that goes on from it, and a longer one."""
@@ -167,8 +164,8 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
         short, long = (tx.Adaptive(max_k=k, **limits) for k in (16, 32))
         first = tx.diagonal(operator, estimator, k=short, **settings)
         resumed, whole = (
-            tx.diagonal(operator, estimator, k=k, **settings)
-            for k in (again_from(first), long)
+            tx.diagonal(operator, estimator, k=long, state=state, **settings)
+            for state in (first.state, None)
         )
         return first, resumed, whole
 
@@ -177,8 +174,9 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
     assert resumed.stats["num_matvecs"] == whole.stats["num_matvecs"] == 32
     assert np.allclose(resumed.value, whole.value, rtol=1e-10, atol=1e-14)
     assert np.allclose(resumed.std_err, whole.std_err, rtol=1e-6, atol=1e-14)
+    call = {"k": tx.Adaptive(max_k=32, **limits), "key": KEYS[0], "state": first.state}
     with pytest.raises(ValueError, match="same estimator"):
-        tx.trace(operator, estimator, k=again_from(first), key=KEYS[0])
+        tx.trace(operator, estimator, **call)
 
 
 @pytest.mark.slow(but="signs")

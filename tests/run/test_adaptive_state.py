@@ -53,7 +53,7 @@ def test_resume_with_more_budget(estimator):
     loose = trace(OPERATOR, estimator, budget(rtol=0.5))
     assert num_probes(loose, estimator) < MAX
     for earlier in (first, loose):
-        solution = trace(OPERATOR, estimator, budget(**LONG, state=earlier.state))
+        solution = trace(OPERATOR, estimator, budget(**LONG), state=earlier.state)
         # Other programs, in which the same sums may be rounded otherwise.
         np.testing.assert_allclose(solution.value, whole.value, rtol=1e-14)
         np.testing.assert_allclose(solution.std_err, whole.std_err, rtol=1e-10)
@@ -68,8 +68,8 @@ def test_resume_of_what_plans(estimator):
     """It plans for the tolerance: what was deflated for a looser one is kept."""
     first = trace(OPERATOR, estimator, budget(rtol=0.2, min_samples=4))
     assert succeeded(first)
-    again = budget(rtol=1e-9, min_samples=4, state=first.state)
-    solution = trace(OPERATOR, estimator, again)
+    again = budget(rtol=1e-9, min_samples=4)
+    solution = trace(OPERATOR, estimator, again, state=first.state)
     assert solution.stats["num_matvecs"] == MAX
     assert np.abs(solution.value - np.trace(DECAY)) < 5 * solution.std_err
 
@@ -84,8 +84,8 @@ def test_resume_with_a_tighter_tolerance():
     count = first.stats["num_matvecs"] // 2
     quantile = stats.t.ppf(0.95 / 2 + 0.5, int(count) - 1)
     met = float(1.01 * quantile * first.std_err / np.abs(first.value))
-    tight = budget(rtol=met, round_size=2, min_samples=4, state=first.state)
-    again = trace(OPERATOR, XTRACE, tight)
+    tight = budget(rtol=met, round_size=2, min_samples=4)
+    again = trace(OPERATOR, XTRACE, tight, state=first.state)
     assert succeeded(again)
     assert again.stats["num_matvecs"] >= first.stats["num_matvecs"] + 6
 
@@ -95,7 +95,7 @@ def test_resume_where_nothing_is_left_to_do():
     """A state that is good enough costs no product."""
     first = trace(OPERATOR, XTRACE, budget(rtol=0.1))
     assert succeeded(first)
-    again = trace(OPERATOR, XTRACE, budget(rtol=0.1, state=first.state))
+    again = trace(OPERATOR, XTRACE, budget(rtol=0.1), state=first.state)
     assert again.value == first.value
     assert again.stats["num_matvecs"] == first.stats["num_matvecs"]
     assert succeeded(again)
@@ -105,24 +105,29 @@ def test_state_of_another_call():
     """A longer one, another size of rounds, another estimator, and no state at all."""
     state = trace(OPERATOR, XTRACE, budget(rtol=0.1)).state
     with pytest.raises(ValueError, match="`max_k` must not be below that of the call"):
-        trace(OPERATOR, XTRACE, budget(rtol=0.1, max_k=16, state=state))
+        trace(OPERATOR, XTRACE, budget(rtol=0.1, max_k=16), state=state)
     with pytest.raises(ValueError, match=r"`round_size`\. Found 8 and 4"):
-        trace(OPERATOR, XTRACE, budget(rtol=0.1, round_size=4, state=state))
+        trace(OPERATOR, XTRACE, budget(rtol=0.1, round_size=4), state=state)
     with pytest.raises(ValueError, match="same estimator"):
-        trace(OPERATOR, XNYS, budget(rtol=0.1, state=state))
+        trace(OPERATOR, XNYS, budget(rtol=0.1), state=state)
     with pytest.raises(TypeError, match="`state` must be"):
-        trace(OPERATOR, XTRACE, budget(rtol=0.1, state=np.zeros(3)))
+        trace(OPERATOR, XTRACE, budget(rtol=0.1), state=np.zeros(3))
     other = jax.random.key(1)
     with pytest.raises(ValueError, match="same `key`"):
-        trace(OPERATOR, XTRACE, budget(rtol=0.1, state=state), key=other)
+        trace(OPERATOR, XTRACE, budget(rtol=0.1), state=state, key=other)
     first = trace(OPERATOR, SLQ, budget(**LONG, max_k=16))
-    settings = {"k": budget(**LONG, state=first.state), "key": KEY, "num_steps": 5}
+    settings = {"k": budget(**LONG), "state": first.state, "key": KEY, "num_steps": 5}
     with pytest.raises(ValueError, match="num_steps=5"):
         tx.trace_of_function(OPERATOR, tx.Exp(-1.0), SLQ, **settings)
 
 
 def test_fixed_budget_has_no_state():
     assert trace(OPERATOR, HUTCHINSON, 16).state is None
+    state = trace(OPERATOR, HUTCHINSON, budget(rtol=0.1)).state
+    with pytest.raises(ValueError, match=r"`state` is for an adaptive budget.*`k=16`"):
+        trace(OPERATOR, HUTCHINSON, 16, state=state)
+    with pytest.raises(TypeError, match="state"):
+        tx.Adaptive(rtol=0.1, max_k=16, state=state)  # pyright: ignore
 
 
 # Another process, which knows of the first run only the file.
@@ -136,8 +141,8 @@ folder = sys.argv[1]
 matrix = jnp.asarray(np.load(f"{folder}/matrix.npy"))
 operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
 
-def run(name, k):
-    settings = {"k": k, "key": jr.key(20261121), "throw": False}
+def run(name, k, state=None):
+    settings = {"k": k, "state": state, "key": jr.key(20261121), "throw": False}
     estimator = getattr(tx, name + "Estimator")()
     if name == "SLQ":
         exp = tx.Exp(-1.0)
@@ -148,8 +153,8 @@ for name in sys.argv[2:]:
     short = tx.Adaptive(rtol=1e-6, max_k=16, round_size=8)
     like = eqx.filter_eval_shape(lambda: run(name, short).state)
     state = eqx.tree_deserialise_leaves(f"{folder}/{name}.eqx", like)
-    long = tx.Adaptive(rtol=1e-6, max_k=32, round_size=8, state=state)
-    solution = run(name, long)
+    long = tx.Adaptive(rtol=1e-6, max_k=32, round_size=8)
+    solution = run(name, long, state)
     made = int(solution.stats["num_matvecs"])
     print(name, float(solution.value).hex(), float(solution.std_err).hex(), made)
 """
@@ -190,7 +195,7 @@ def test_error_where_the_budget_ends_first(estimator):
         trace(OPERATOR, estimator, budget(**LONG), throw=True)
     message = str(caught.value)
     found = re.search(
-        r"Reached (\S+) with a standard error of (\S+) after (\d+) products", message
+        r"Reached (\S+) with a standard error of (\S+) after (\d+) matvecs", message
     )
     assert float(found[1]) == pytest.approx(float(solution.value))
     assert float(found[2]) == pytest.approx(float(solution.std_err))
@@ -286,9 +291,10 @@ def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
     """As many as the first tolerance asked for; products are counted once."""
     matrix = jax.numpy.asarray(FLAT + np.eye(N))
 
-    def solve(**settings):
+    def solve(state=None, **settings):
         operator = lx.MatrixLinearOperator(matrix, PSD)
-        return tx.logdet(operator, k=budget(**settings), key=KEY, throw=False)
+        call = {"k": budget(**settings), "key": KEY, "state": state}
+        return tx.logdet(operator, throw=False, **call)
 
     first = solve(rtol=0.3, max_k=16)
     for rtol in (0.3, 1e-9):
@@ -308,9 +314,9 @@ def test_deflation_that_goes_on():
     estimator = tx.KrylovAwareEstimator(block=(2, 4))
     matrix = jax.numpy.asarray(DECAY + 0.1 * np.eye(N))
 
-    def solve(**settings):
+    def solve(state=None, **settings):
         operator, k = lx.MatrixLinearOperator(matrix, PSD), budget(rtol=1e-9, **settings)
-        call = {"k": k, "key": KEY, "throw": False}
+        call = {"k": k, "key": KEY, "state": state, "throw": False}
         return tx.logdet(operator, estimator, **call)
 
     first = solve(max_k=16)
@@ -334,10 +340,10 @@ def test_numpy_settings_are_those_of_the_same_call():
 def check_numpy_settings():
     matrix = jax.numpy.asarray(FLAT)
 
-    def solve(**settings):
+    def solve(state=None, **settings):
         operator, function = lx.MatrixLinearOperator(matrix, PSD), tx.Exp(np.float64(-1))
         call = {"k": budget(rtol=1e-9, **settings), "num_steps": 4, "key": KEY}
-        return tx.trace_of_function(operator, function, throw=False, **call)
+        return tx.trace_of_function(operator, function, state=state, throw=False, **call)
 
     first = solve(max_k=16)
     assert solve(state=first.state).stats["num_matvecs"] == 4 * MAX
@@ -348,9 +354,9 @@ def test_another_norm_is_refused():
     settings = {"key": KEY, "throw": False}
     first = tx.diagonal(operator, HUTCHINSON, k=budget(rtol=0.5, max_k=16), **settings)
     norm = lambda tree: jax.numpy.max(jax.numpy.abs(tree[0]))  # noqa: E731
-    again = budget(rtol=0.5, norm=norm, state=first.state)
+    again = budget(rtol=0.5, norm=norm)
     with pytest.raises(ValueError, match="same `norm`"):
-        tx.diagonal(operator, HUTCHINSON, k=again, **settings)
+        tx.diagonal(operator, HUTCHINSON, k=again, state=first.state, **settings)
 
 
 @pytest.mark.slow

@@ -108,15 +108,15 @@ def test_a_failed_product_is_still_a_failure():
 def test_going_on_with_a_budget_beyond_n(more, products):
     """The exact answer is taken where the budget is enough for it besides the first."""
     first, _ = estimate(DECAY, XTRACE, budget(rtol=1e-12, max_k=5 * SIZE), gradient=False)
-    again = budget(rtol=1e-12, max_k=more, state=first.state)
-    again, _ = estimate(DECAY, XTRACE, again, gradient=False)
+    again = budget(rtol=1e-12, max_k=more)
+    again, _ = estimate(DECAY, XTRACE, again, gradient=False, state=first.state)
     assert again.stats["num_matvecs"] == products
     assert succeeded(again) == (products > N)
 
 
 def test_going_on_from_a_run_that_took_the_exact_answer():
     first, _ = estimate(DECAY, XTRACE, budget(**GENEROUS))
-    again = budget(**GENEROUS, state=first.state)
-    again, _ = estimate(DECAY, XTRACE, again, gradient=False)
+    again = budget(**GENEROUS)
+    again, _ = estimate(DECAY, XTRACE, again, gradient=False, state=first.state)
     assert again.value == first.value
     assert succeeded(again)

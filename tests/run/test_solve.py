@@ -1,8 +1,7 @@
 """Which states of other calls an adaptive budget refuses to go on with."""
 
-from typing import ClassVar
+import functools as ft
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._run.solve import _hash
 
 from ..helpers import hermitian, matrix_free, PSD
 
@@ -26,100 +24,102 @@ def budget(**settings):
     return tx.Adaptive(**({"rtol": 1e-7, "max_k": 16, "round_size": 8} | settings))
 
 
-def log_trace_exp(scale):
-    scale = jnp.asarray(scale, np.float32)
-    return lambda k: tx.log_trace_exp(
-        OPERATOR, scale, k=k, num_steps=6, key=KEY, throw=False
-    )
+def of_function(k, state=None, *, function=None, num_steps=6, **others):
+    function = tx.Exp(-1.0) if function is None else function
+    settings = {"k": k, "state": state, "num_steps": num_steps, "key": KEY}
+    return tx.trace_of_function(OPERATOR, function, throw=False, **settings, **others)
 
 
-def of_exp(rate):
-    function = tx.Exp(jnp.asarray(rate, np.float32))
-    return lambda k: tx.trace_of_function(
-        OPERATOR, function, k=k, num_steps=6, key=KEY, throw=False
-    )
-
-
-def logdet(shift):
-    preconditioner = tx.nystrom_preconditioner(OPERATOR, 4, key=KEY, shift=shift)
-    return lambda k: tx.logdet(
-        OPERATOR, k=k, num_steps=6, key=KEY, throw=False, preconditioner=preconditioner
-    )
-
-
-@pytest.mark.slow(but="log_trace_exp-*")
 @pytest.mark.parametrize(
-    ("call", "one", "other", "name"),
+    ("others", "found"),
     [
-        (log_trace_exp, 1.0, 2.0, "`scale`"),
-        (of_exp, -1.0, -2.0, "function"),
-        (logdet, 1.0, 2.0, "preconditioner"),
+        ({"function": tx.Inverse()}, "Inverse"),
+        ({"function": lambda x: x**2}, "integer_pow"),
+        ({"function": tx.Power(3)}, "Power"),
+        ({"num_steps": 5}, "num_steps=5"),
+        ({"estimator": tx.SLQEstimator(tx.NormalSampler())}, "NormalSampler"),
+        ({"gradient": tx.LanczosGradient(columns=3)}, "columns=3"),
     ],
 )
-def test_state_of_other_parameters_is_refused(call, one, other, name):
-    first = call(one)(budget())
-    again = budget(max_k=32, state=first.state)
+def test_state_of_other_settings_is_refused(others, found):
+    first = of_function(budget())
     with pytest.raises(ValueError, match="same estimator and settings") as caught:
-        call(other)(again)
-    assert name in str(caught.value)
-    assert call(one)(again).stats["num_matvecs"] > first.stats["num_matvecs"]
+        of_function(budget(max_k=32), first.state, **others)
+    assert found in str(caught.value)
+    again = of_function(budget(max_k=32), first.state)
+    assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
 
 
-def test_large_arrays_are_compared():
-    """Two rows in another order, and one entry of another sign: arrays of one shape."""
-    preconditioner = tx.nystrom_preconditioner(OPERATOR, 4, key=KEY, shift=1.0)
+def test_state_of_a_preconditioner_of_another_shape_is_refused():
+    """Numbers in arrays are not compared, but shapes are."""
 
-    def call(vectors, k):
-        other = eqx.tree_at(lambda x: x.vectors, preconditioner, vectors)
-        settings = {"key": KEY, "throw": False, "preconditioner": other}
-        return tx.logdet(OPERATOR, k=k, num_steps=6, **settings)
+    def call(rank, shift, **settings):
+        outer = tx.nystrom_preconditioner(OPERATOR, rank, key=KEY, shift=shift)
+        settings |= {"num_steps": 6, "key": KEY, "throw": False}
+        return tx.logdet(OPERATOR, preconditioner=outer, **settings)
 
-    vectors = preconditioner.vectors
-    again = budget(max_k=32, state=call(vectors, budget()).state)
-    for others in (
-        vectors.at[np.array([0, 1])].set(vectors[np.array([1, 0])]),
-        vectors.at[3, 2].multiply(-1),
-    ):
-        with pytest.raises(ValueError, match=r"`estimator\.preconditioner\.vectors`"):
-            call(others, again)
+    state = call(4, 1.0, k=budget()).state
+    again = {"k": budget(max_k=32), "state": state}
+    assert call(4, 2.0, **again).stats["num_matvecs"] > 8
+    with pytest.raises(ValueError, match="same estimator and settings"):
+        call(6, 1.0, **again)
 
 
-class WithKey(tx.AbstractSampler):
-    key: jax.Array
-    dtype: None = None
-    rotation_invariant: ClassVar[bool] = False
-
-    def sample(self, key, n, dtype):
-        del key
-        return jr.rademacher(self.key, (n,), dtype)
-
-
-def test_keys_among_the_parameters():
-    def call(seed, k):
-        estimator = tx.HutchinsonEstimator(WithKey(jr.key(seed)))
-        return tx.trace(OPERATOR, estimator, k=k, key=KEY, throw=False)
-
-    again = budget(max_k=32, state=call(1, budget()).state)
-    assert call(1, again).stats["num_matvecs"] > 8
-    with pytest.raises(ValueError, match=r"`estimator\.sampler\.key`"):
-        call(2, again)
+CALLS = {
+    "trace": (tx.trace, (), {}),
+    "diagonal": (tx.diagonal, (), {}),
+    "leaf_traces": (tx.leaf_traces, (), {}),
+    "frobenius_norm": (tx.frobenius_norm, (), {}),
+    "row_norms": (tx.row_norms, (), {}),
+    "schatten_norm": (tx.schatten_norm, (1,), {"num_steps": 6}),
+    "trace_of_function": (tx.trace_of_function, (tx.Exp(-1.0),), {"num_steps": 6}),
+    "logdet": (tx.logdet, (), {"num_steps": 6}),
+    "diagonal_of_function": (tx.diagonal_of_function, (tx.Exp(-1.0),), {"num_steps": 6}),
+    "log_trace_exp": (tx.log_trace_exp, (), {"num_steps": 6}),
+}
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "float64", "complex64"])
-def test_one_entry_changes_what_identifies_an_array(dtype):
-    x = np.arange(12).reshape(3, 4) % 3 % 2
-    others = [x, x[::-1]]
-    for i in range(12):
-        others.append(x.copy())
-        others[-1].flat[i] ^= 1
-    found = {int(_hash(jnp.asarray(each, dtype))) for each in others}
-    assert len(found) == len(others)
+@pytest.mark.slow(but=("trace", "diagonal", "row_norms"))
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_goes_on(name):
+    """With the budget of a longer run, it is that run. A fixed one has no state."""
+    function, arguments, settings = CALLS[name]
+    operator = matrix_free(jnp.asarray(MATRIX), PSD)
+    settings = settings | {"key": KEY, "throw": False}
+    call = ft.partial(function, operator, *arguments, **settings)
+    short, long = budget(rtol=1e-12), budget(rtol=1e-12, max_k=32)
+    first, whole = call(k=short), call(k=long)
+    again = call(k=long, state=first.state)
+    assert again.stats["num_matvecs"] == whole.stats["num_matvecs"]
+    assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
+    jax.tree.map(
+        ft.partial(np.testing.assert_allclose, rtol=1e-4), again.value, whole.value
+    )
+    with pytest.raises(ValueError, match="`state` is for an adaptive budget"):
+        call(k=16, state=first.state)
 
 
-def test_traced_parameters_are_not_compared():
-    state = log_trace_exp(1.0)(budget()).state
-    value = jax.jit(lambda scale: log_trace_exp(scale)(budget(state=state)).value)
-    assert np.isfinite(value(1.0))
+def test_traced_settings_are_those_of_the_same_call():
+    """Arrays in the settings, concrete or traced, are their shapes and dtypes."""
+    rate = jnp.float32(-1.0)
+    first = of_function(budget(), function=tx.Exp(rate))
+
+    def again(rate, state):
+        return of_function(budget(max_k=32), state, function=tx.Exp(rate)).value
+
+    inside, outside = (f(rate, first.state) for f in (jax.jit(again), again))
+    np.testing.assert_allclose(inside, outside, rtol=1e-5)
+
+
+@pytest.mark.slow(but="tanh")
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu, jax.nn.softplus])
+def test_state_of_a_callable_made_anew(activation):
+    """Its text has no address of an object."""
+    shift = jnp.float32(0.5)
+    first = of_function(budget(), function=lambda x: activation(x - shift))
+    function = lambda x: activation(x - shift)  # noqa: E731
+    again = of_function(budget(max_k=32), first.state, function=function)
+    assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
 
 
 @pytest.mark.slow(but="complex64")
@@ -130,15 +130,15 @@ def test_state_of_an_operator_of_another_dtype(dtype):
     k = budget(max_k=16)
     state = tx.trace(matrix_free(jnp.asarray(MATRIX)), HUTCHINSON, k=k, **settings).state
     other = matrix_free(jnp.asarray(MATRIX, dtype))
-    again = budget(max_k=32, state=state)
+    again = {"k": budget(max_k=32), "state": state, **settings}
     if dtype == np.float16:  # Sums are in float32, too.
-        assert np.isfinite(tx.trace(other, HUTCHINSON, k=again, **settings).value)
+        assert np.isfinite(tx.trace(other, HUTCHINSON, **again).value)
         return
     with pytest.raises(ValueError, match="operator with the same tags and dtype"):
-        tx.trace(other, HUTCHINSON, k=again, **settings)
+        tx.trace(other, HUTCHINSON, **again)
     state = tx.trace(matrix_free(jnp.asarray(MATRIX)), estimator, k=k, **settings).state
     with pytest.raises(ValueError, match="operator with the same tags and dtype"):
-        tx.trace(other, estimator, k=budget(max_k=32, state=state), **settings)
+        tx.trace(other, estimator, **again | {"state": state})
 
 
 @pytest.mark.slow
@@ -148,4 +148,4 @@ def test_state_of_an_operator_with_another_tag():
     for one, other in ((tagged, plain), (plain, tagged)):
         state = tx.trace(one, k=budget(), **settings).state
         with pytest.raises(ValueError, match="operator with the same tags and dtype"):
-            tx.trace(other, k=budget(max_k=32, state=state), **settings)
+            tx.trace(other, k=budget(max_k=32), state=state, **settings)

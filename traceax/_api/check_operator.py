@@ -15,7 +15,7 @@ from .._core.arithmetic import standard_promotion
 from .._core.checks import check_key
 from .._core.flat import from_flat, to_flat
 from .._core.jax_interfaces import Tracer
-from .._core.sampler import needed
+from .._core.sampler import require_key
 from .._estimators.auto import select_trace_estimator
 from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
@@ -79,7 +79,7 @@ def check_operator(
     if not isinstance(operator, lx.AbstractLinearOperator):
         check_is_operator(operator)
     check_key(key)
-    key = needed(key)
+    key = require_key(key)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((operator, key))):
         raise TypeError(
             "`operator` must have arrays with values. Found traced ones. Call "

@@ -13,7 +13,7 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance, check_key, check_positive
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
-from .._core.sampler import AbstractSampler, draw_for, needed, RademacherSampler
+from .._core.sampler import AbstractSampler, draw_for, RademacherSampler, require_key
 from .._core.solution import Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.dense import normalise
@@ -160,7 +160,7 @@ class DynamicTrace(eqx.Module):
         As [`traceax.trace`][].
         """
         check_key(key)
-        first, rest = jr.split(needed(key))
+        first, rest = jr.split(require_key(key))
         solution = trace(
             self.operator(parameters),
             HutchinsonEstimator(self.sampler),

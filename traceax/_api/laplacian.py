@@ -15,7 +15,7 @@ from .._core.code import FlatFunction
 from .._core.flat import FlatOperator, freeze, from_flat, to_flat
 from .._core.moments import Moments
 from .._core.quantity import Trace
-from .._core.sampler import draw, needed, RademacherSampler
+from .._core.sampler import draw, RademacherSampler, require_key
 from .._core.solution import Estimate, Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.taylor import second_derivative
@@ -197,7 +197,7 @@ class _Laplacian(AbstractTask):
         scale = 2.0 ** -math.ceil(math.log2(k) / 2)
 
         def directions(indices):
-            return draw(RademacherSampler(), needed(key), indices, size, dtype).T
+            return draw(RademacherSampler(), require_key(key), indices, size, dtype).T
 
         # For the error bar alone: compiled programs that do not use it leave them out.
         frozen, first = freeze(self), directions(jnp.zeros(1, int))[0]

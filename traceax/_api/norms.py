@@ -12,7 +12,7 @@ from .._estimators.base import AbstractEstimator, Measurement
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._operators.checks import operator_first
 from .._operators.door import enter
-from .._operators.stacked import stacked
+from .._operators.stacked import stack_operators
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
@@ -213,7 +213,7 @@ def frobenius_products(
             "Pass, for example, `[first, second]`."
         )
     check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
-    stack = stacked({f"operators[{i}]": each for i, each in enumerate(operators)})
+    stack = stack_operators({f"operators[{i}]": each for i, each in enumerate(operators)})
     quantity = FrobeniusProducts(len(operators))
     task = Measurement(estimator=estimator, quantity=quantity)
     return solve(

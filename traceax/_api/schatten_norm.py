@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator, needing_adjoint
+from .._core.flat import explain_missing_adjoint, FlatOperator
 from .._core.jax_interfaces import Tracer
 from .._core.quantity import SchattenNorm
 from .._core.solution import Estimate, Solution
@@ -174,7 +174,7 @@ def schatten_norm(
     p = _check_power(p)
     num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    with needing_adjoint():
+    with explain_missing_adjoint():
         tall = operator if operator.out_size() >= operator.in_size() else operator.T
     task = _Schatten(
         estimator=estimator,

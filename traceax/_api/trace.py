@@ -56,7 +56,8 @@ def trace(
         needed where nothing is random.
     - `state`: `solution.state` of an earlier call with [`traceax.Adaptive`][], from which
         this one goes on. Estimator, settings, key, `norm` and `round_size` must be the
-        same, and so must the operator, which is not checked; `max_k` must not be smaller.
+        same, and so must the operator and arrays in the settings, whose numbers are not
+        checked; `max_k` must not be smaller.
         Numbers of steps and ranks that were chosen automatically stay as they are.
     - `execution`: where and how many at a time products are made. Default:
         [`traceax.Local`][].

@@ -24,7 +24,7 @@ from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
 from .._operators.door import enter, Facts
-from .._operators.stacked import stacked
+from .._operators.stacked import stack_operators
 from .._operators.tags import is_hermitian
 from .._preconditioners.base import AbstractPreconditioning, Congruence
 from .._quadrature.callables import as_spectral_function
@@ -177,7 +177,7 @@ def trace_difference(
     Errors as [`traceax.trace_of_function`][], a `TypeError` for another estimator, and a
     `ValueError` where structures differ.
     """
-    both = stacked({"operator": operator, "other": other})
+    both = stack_operators({"operator": operator, "other": other})
     entered = enter(both, square=False)
     num_steps = check_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")

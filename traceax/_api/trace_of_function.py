@@ -64,9 +64,9 @@ def trace_of_function(
         real number, differentiable by JAX; without a tag it is called with complex
         numbers. It is traced at each call. Callables with the same code, such as a
         lambda in a loop, share one compiled program: arrays that they close over are
-        its arguments, Python numbers are constants. A callable with derivative rules
-        inside (`jax.custom_jvp`, as in `jax.nn.relu`) has to be the same object too:
-        define it once, outside of the loop.
+        its arguments, Python numbers are constants. So do callables with derivative
+        rules inside (`jax.custom_jvp`) that a module defines, as `jax.nn.relu`; one
+        with a rule that is made inside another function compiles at each call.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as

@@ -1,2 +1,2 @@
-"""What every room speaks of: operators as maps of flat vectors, samplers, quantities,
-moments, solutions, checks."""
+"""The vocabulary of all rooms: operators as maps of flat vectors, samplers, quantities,
+moments, solutions, and checks of arguments."""

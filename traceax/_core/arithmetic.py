@@ -1,4 +1,5 @@
-"""Promotion and precision of our own arithmetic, whatever the user has set."""
+"""Dtype promotion and matrix precision of the library's own arithmetic, independent of
+what the user has set."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from jaxtyping import Array
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """JAX's default promotion for our own arithmetic, whatever strict mode a user set."""
+    """A context with JAX's default promotion of dtypes and ranks, so that a user's strict
+    modes do not turn the library's own arithmetic into errors."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -19,22 +21,24 @@ def full_precision(
     matmat: Callable[..., Array],
 ) -> Iterator[Callable[..., Array]]:
     """A context in which matrix products are made in full precision, also on
-    accelerators whose default is less.
+    accelerators whose default precision is lower.
 
     **Arguments:**
 
-    - `matmat`: the product with the operator, a function of arrays.
+    - `matmat`: a function of arrays that multiplies the operator with a block of vectors.
 
     **Returns:**
 
     A context manager, which gives `matmat` in the precision that the user has asked JAX
     for.
     """
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore
+    # The basis of a sketch loses its orthogonality in TF32 or bfloat16: an error of 1e-3
+    # is fatal to the estimate. The operator is the user's, and keeps their precision.
+    user_precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
-    def as_asked(*args, **kwargs):
-        with jax.default_matmul_precision(asked):
+    def matmat_in_user_precision(*args, **kwargs):
+        with jax.default_matmul_precision(user_precision):
             return matmat(*args, **kwargs)
 
     with jax.default_matmul_precision("highest"):
-        yield as_asked
+        yield matmat_in_user_precision

@@ -1,4 +1,5 @@
-"""What calls check of their arguments before anything is traced."""
+"""Checks of the arguments of calls, made before anything is traced. Errors name the
+argument, the value found and the fix."""
 
 import contextlib
 import functools as ft
@@ -16,48 +17,59 @@ from jaxtyping import Array, Real
 from .jax_interfaces import Tracer
 
 
+# Longer representations, such as those of arrays, would bury the message.
+_LONGEST_REPR = 80
+
+
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
+    """Raise a `TypeError` unless `value` is an instance of the public class `kind`."""
     if not isinstance(value, kind):
         raise TypeError(
             f"`{name}` must be an instance of `traceax.{kind.__name__}`. Found "
-            f"{described(value)}. Pass, for example, `traceax.{example}`."
+            f"{describe(value)}. Pass, for example, `traceax.{example}`."
         )
 
 
-def described(value: Any) -> str:
-    """What was found, in a few words."""
+def describe(value: Any) -> str:
+    """A short description of a wrong argument, for error messages."""
+    # Passing a class where an instance is needed is a common mistake, which its `repr`
+    # would hardly show.
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text, kind = repr(value), type(value).__name__
-    if len(text) > 80 or "\n" in text:
+    if len(text) > _LONGEST_REPR or "\n" in text:
         return f"an object of type {kind}"
     return text if kind in text else f"{text} of type {kind}"
 
 
 def plain_integer(value: Any) -> Any:
-    """An integer of any kind as a Python integer; anything else unchanged."""
+    """Convert an integer of any kind to a Python integer; return other values as they
+    are."""
+    # True and False have an `__index__`, but are a mistake where a number is meant.
     if isinstance(value, bool | Tracer) or not hasattr(value, "__index__"):
         return value
     try:
         return _builtin.index(value)
-    except TypeError:  # of an array that is not an integer, or several
+    except TypeError:  # for arrays that have several entries, or no integer dtype
         return value
 
 
 def check_positive(name: str, value: Any) -> int:
-    """A Python integer, 1 or more, on which array shapes depend."""
+    """Convert a number on which array shapes depend to a Python integer, or raise unless
+    it is an integer of 1 or more."""
     refuse_traced(name, value)
     number = plain_integer(value)
     if type(number) is not int:
-        found, fix = described(value), ""
+        fix = ""
         if isinstance(value, numbers.Real):
             fix = f" Round it, for example `int({value!r})`."
-        raise TypeError(f"`{name}` must be an integer. Found {found}.{fix}")
+        raise TypeError(f"`{name}` must be an integer. Found {describe(value)}.{fix}")
     if number < 1:
         raise ValueError(f"`{name}` must be at least 1. Found {number}.")
     return number
 
 
+# The public class that chooses a number at run time, by the name of the argument.
 _CHOSEN_BY = {"k": "Adaptive", "num_steps": "AdaptiveSteps", "rank": "AutoPreconditioner"}
 
 
@@ -65,7 +77,7 @@ def refuse_traced(name: str, value: Any) -> None:
     """Raise if an integer on which array shapes depend is traced."""
     if not isinstance(value, Tracer):
         return
-    choice = f" To have the data choose, see `traceax.{_CHOSEN_BY.get(name)}`."
+    choice = f" To have it chosen automatically, see `traceax.{_CHOSEN_BY.get(name)}`."
     raise TypeError(
         f"`{name}` must be a Python integer, because array shapes depend on it. Found a "
         f"traced value, {value}. Mark it static: `jax.jit(f, static_argnames='{name}')`, "
@@ -75,13 +87,14 @@ def refuse_traced(name: str, value: Any) -> None:
 
 
 def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
-    fits = eqx.is_array_like(value) and not jnp.shape(value)
-    if not fits or (real and jnp.iscomplexobj(value)):
+    """Raise unless `value` is a number or an array of shape `()`, which may be traced."""
+    is_scalar = eqx.is_array_like(value) and not jnp.shape(value)
+    if not is_scalar or (real and jnp.iscomplexobj(value)):
         raise TypeError(
             f"`{name}` must be a {'real ' if real else ''}number or array of shape (). "
-            f"Found {value!r}. For several of them use `jax.vmap`."
+            f"Found {value!r}. For several values use `jax.vmap`."
         )
-    if isinstance(value, float | complex) and value != value:
+    if isinstance(value, float | complex) and value != value:  # NaN
         raise ValueError(f"`{name}` must be a number. Found {value!r}.")
 
 
@@ -98,7 +111,7 @@ def check_scalar_function(name: str, fn: Any, x: Any) -> None:
         if getattr(out, "shape", None) == ():
             fix = _how_to_be_real(name, out.dtype, x)
         elif not any(map(eqx.is_array, jax.tree.leaves(x))):
-            fix = "Pass an array as the point: a number of Python is a constant."
+            fix = "Pass an array as the point: a Python number is a constant."
         raise TypeError(
             f"`{name}` must return a real floating-point scalar, of shape (). Found "
             f"{out}. {fix}"
@@ -106,28 +119,33 @@ def check_scalar_function(name: str, fn: Any, x: Any) -> None:
 
 
 def _how_to_be_real(name: str, dtype: Any, x: Any) -> str:
+    """The fix for a scalar function whose result has a wrong dtype."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return f"Take its real and its imaginary part one by one, `{name}(x).real`."
+        return (
+            "Differentiate its real and its imaginary part separately, for example "
+            f"`{name}(x).real`."
+        )
     if any(map(eqx.is_inexact_array, jax.tree.leaves(x))):
         return "It must not be rounded, counted or compared, which has no derivative."
     return "Pass floating-point numbers, for example `x.astype(float)`."
 
 
 def real_scalar(name: str, value: Any) -> Real[Array, ""]:
-    """A real number or scalar array, which may be traced, as an array. Numbers are sent
-    to the device explicitly, as some users ask for."""
+    """Convert a real number or scalar array, which may be traced, to an array."""
     check_scalar(name, value)
     if isinstance(value, jax.Array):
         return jnp.asarray(value, float)
+    # Under `jax.transfer_guard("disallow")` an implicit transfer would be an error.
     return jax.device_put(np.asarray(value, jax.dtypes.canonicalize_dtype(float)))
 
 
-def known_number(value: Any) -> float | None:
-    """A real scalar as a number, unless it is traced."""
+def concrete_number(value: Any) -> float | None:
+    """Convert a real scalar to a Python number; None if it is traced."""
     return None if isinstance(value, Tracer) else float(jax.device_get(value))
 
 
 def check_flag(name: str, value: Any) -> None:
+    """Raise unless `value` is a Python boolean."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False. Found {value!r}.")
 
@@ -138,18 +156,20 @@ def check_point(x: Any) -> None:
     dtypes = [jnp.result_type(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
     real = [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
     if not leaves or len(dtypes) < len(leaves) or not all(real):
-        found = [
+        kinds = [
             str(jnp.result_type(leaf)) if eqx.is_array_like(leaf) else type(leaf).__name__
             for leaf in leaves
         ]
         raise TypeError(
             "`x` must be an array, or a PyTree of arrays, of real floating-point "
-            f"numbers. Found leaves of {found}. Convert integers, for example by "
-            "`x.astype(float)`, and close over what is not to be differentiated."
+            f"numbers. Found leaves of {kinds}. Convert integers, for example by "
+            "`x.astype(float)`, and close over everything that is a constant."
         )
 
 
 def check_window(window: Any) -> int | None:
+    """Convert the number of basis vectors for reorthogonalisation to a Python integer, or
+    raise unless it is None or an integer of 0 or more."""
     number = plain_integer(window)
     if number is not None and (type(number) is not int or number < 0):
         raise ValueError(
@@ -160,6 +180,8 @@ def check_window(window: Any) -> int | None:
 
 
 def check_key(key: Any) -> None:
+    """Raise unless `key` is one PRNG key, or None, which estimators without probes
+    accept."""
     if key is None or is_key(key):
         return
     shape = f" of shape {key.shape}" if eqx.is_array(key) else ""
@@ -171,9 +193,10 @@ def check_key(key: Any) -> None:
 
 
 @contextlib.contextmanager
-def needing_wide_integers() -> Iterator[None]:
-    """For what indexes long vectors, with an error that says what to do where an index
-    does not fit into 32 bits."""
+def explain_index_overflow() -> Iterator[None]:
+    """A context for code that indexes long vectors. JAX raises an `OverflowError` where
+    an index does not fit into 32 bits; this context turns it into an error that says
+    what to do."""
     try:
         yield
     except OverflowError as error:
@@ -185,17 +208,17 @@ def needing_wide_integers() -> Iterator[None]:
 
 
 def is_key(x: Any) -> bool:
+    """Whether `x` is one PRNG key, either typed or an array of `jax.random.PRNGKey`."""
     if not eqx.is_array(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
     impl = jax.config.jax_default_prng_impl  # pyright: ignore
-    words = _words_of_key(impl)
-    return x.dtype == jnp.uint32 and x.shape == words
+    return x.dtype == jnp.uint32 and x.shape == _key_data_shape(impl)
 
 
 @ft.cache
-def _words_of_key(impl: str) -> tuple[int, ...]:
-    """The shape of the data of one key, of either kind."""
+def _key_data_shape(impl: str) -> tuple[int, ...]:
+    """The shape of the array of words that one key of this generator consists of."""
     key_data = lambda: jax.random.key_data(jax.random.key(0, impl=impl))  # noqa: E731
     return jax.eval_shape(key_data).shape

@@ -1,9 +1,10 @@
 """Traced code that is compared by its content.
 
-JAX compares the code of a function by the identity of Python objects: a lambda that is
-made anew in each pass of a loop is compiled in each. Here two functions are the same if
-tracing them gives the same equations between arrays of the same shapes and dtypes. Arrays
-that they close over are arguments of the compiled program, and so no part of the code.
+JAX compares the code of functions by the identity of Python objects: a lambda that is
+created anew in each pass of a loop is compiled in each pass. Here two functions are equal
+if tracing them gives the same equations between arrays of the same shapes and dtypes.
+Arrays that they close over are arguments of the compiled program, and so are not part of
+the code.
 """
 
 import weakref
@@ -28,8 +29,9 @@ from .jax_interfaces import (
 
 
 class Code:
-    """A jaxpr. There is one object for all jaxprs with the same content, as long as any
-    program uses it, so that it is compared by identity."""
+    """A jaxpr that is compared by its content. All jaxprs with the same content share one
+    object, as long as any program uses it. So it can be compared and hashed by identity,
+    which takes no time where JAX looks up compiled programs."""
 
     def __init__(self, jaxpr: Jaxpr, content: Hashable):
         self.jaxpr = jaxpr
@@ -37,6 +39,7 @@ class Code:
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> "Code":
+        """The object for the content of `jaxpr`."""
         code = _by_jaxpr.get(jaxpr)
         if code is None:
             content = _content(jaxpr)
@@ -50,12 +53,15 @@ class Code:
         return str(self.jaxpr)
 
 
+# Weak references: code that no program uses any more is freed. The second dictionary
+# saves computing the content again for a jaxpr that JAX returns from its cache of traces.
 _by_content: weakref.WeakValueDictionary[Hashable, Code] = weakref.WeakValueDictionary()
 _by_jaxpr: weakref.WeakKeyDictionary[Jaxpr, Code] = weakref.WeakKeyDictionary()
 
 
 class _Itself:
-    """Something that is equal to itself alone, and kept alive."""
+    """A wrapper that is equal only for the same object. It keeps that object alive, since
+    the id of a freed object may be used again."""
 
     def __init__(self, x: Any):
         self._x = x
@@ -68,7 +74,7 @@ class _Itself:
 
 
 def hashable(x: Any) -> Hashable:
-    """`x`, or where it has no hash something that is equal to it alone."""
+    """`x` itself or, if it has no hash, a wrapper that is compared by identity."""
     try:
         hash(x)
     except TypeError:
@@ -77,11 +83,13 @@ def hashable(x: Any) -> Hashable:
 
 
 def _content(jaxpr: Jaxpr) -> Hashable:
-    """The content of a jaxpr, with its variables numbered in the order of their use."""
+    """The content of a jaxpr, with its variables numbered in the order of their first
+    occurrence, so that their identities do not matter."""
     numbers: dict[Any, int] = {}
 
     def atom(x: Any) -> Hashable:
         if isinstance(x, Literal):
+            # By bytes: -0.0 equals 0.0, and NaN does not equal itself.
             return x.aval, np.asarray(x.val).tobytes()
         return x.aval, numbers.setdefault(x, len(numbers))
 
@@ -97,13 +105,14 @@ def _content(jaxpr: Jaxpr) -> Hashable:
     def equation(each: JaxprEqn) -> Hashable:
         parameters, rule = each.params, None
         if has_derivative_rule(each):
-            # The rules themselves are made anew by each tracing.
+            # Each tracing wraps the rules in new objects, which tell nothing. They are
+            # identified by the function that owns them, where that is certain.
             owner = owner_of_rule(each)
             rule = _Itself(each) if owner is None else tuple(map(_Itself, owner))
             parameters = {"call_jaxpr": each.params["call_jaxpr"]}
         content = frozenset((name, parameter(x)) for name, x in parameters.items())
         atoms = tuple(map(atom, [*each.invars, *each.outvars]))
-        return each.primitive, content, atoms, rule
+        return each.primitive, content, atoms, rule, each.ctx
 
     inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
     body = tuple(map(equation, jaxpr.eqns))
@@ -111,7 +120,8 @@ def _content(jaxpr: Jaxpr) -> Hashable:
 
 
 class FlatFunction(eqx.Module):
-    """A traced function of one array. Arrays that it closes over are leaves."""
+    """A traced function of one array. Arrays that it closes over are leaves, so that
+    derivatives with respect to them are seen, and batches and devices can split them."""
 
     arrays: list[Array]
     code: Code = eqx.field(static=True)
@@ -120,6 +130,7 @@ class FlatFunction(eqx.Module):
     def of(
         cls, fn: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
     ) -> "FlatFunction":
+        """Trace `fn` for an array of this shape and dtype."""
         return cls.of_closed(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(shape, dtype)))
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Linear operators as maps of flat vectors, and PyTrees as flat vectors."""
+"""Linear operators as maps of flat vectors, and conversions between PyTrees and flat
+vectors."""
 
 import contextlib
 import dataclasses
@@ -14,18 +15,19 @@ from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
 
 @contextlib.contextmanager
-def needing_adjoint() -> Iterator[None]:
-    """For what transposes a product, with an error that says why, and what to do where
-    JAX cannot."""
+def explain_missing_adjoint() -> Iterator[None]:
+    """A context for code that transposes an operator. Where JAX cannot do so, the error
+    says why the call needs an adjoint, and which alternatives there are."""
     try:
         yield
+    # The types that transposition raises in jax 0.10 to 0.12, depending on the primitive.
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise NotImplementedError(
-            "This call makes products with the adjoint of `operator`, and JAX cannot "
-            "transpose its product. No adjoint is needed of an operator that is tagged "
-            "as symmetric (`lineax.symmetric_tag`, `traceax.hermitian_tag`), if that is "
-            "true; nor, for traces, diagonals, Frobenius and row norms, by "
-            "`traceax.HutchinsonEstimator()`. Elsewhere give the product a transpose by "
+            "This call needs matrix-vector products with the adjoint of `operator`, and "
+            "JAX cannot transpose its product. If `operator` is symmetric or Hermitian, "
+            "tag it so (`lineax.symmetric_tag`, `traceax.hermitian_tag`): then it needs "
+            "no adjoint. `traceax.HutchinsonEstimator()` needs none for traces, "
+            "diagonals, Frobenius norms and row norms. Otherwise define the transpose by "
             "`jax.custom_derivatives.linear_call`, and pass "
             "`execution=traceax.Local(block_size=1)`. JAX says: "
             f"{type(error).__name__}: {error}"
@@ -33,21 +35,21 @@ def needing_adjoint() -> Iterator[None]:
 
 
 class FlatOperator(eqx.Module):
-    """A linear operator seen as a map of flat vectors of one dtype; square, unless the
-    caller says otherwise.
+    """A linear operator as a map of flat vectors of one dtype, from `(n,)` to `(m,)`.
+    Operators are square, m = n, except where a call allows rectangular ones.
 
-    The product is traced once, when the object is made (after `lineax.linearise`, so
-    that what does not depend on the vector is computed once). Arrays that the operator
-    closes over are leaves here, so that derivatives with respect to them are seen.
+    The matrix-vector product is traced once, when the object is made, after
+    `lineax.linearise`: the parts that do not depend on the vector are computed once.
+    Arrays that the operator closes over are leaves of this object, so that derivatives
+    with respect to them are seen.
 
-    - `size`: n, the length of the vectors that it is applied to.
+    - `fn`: the matrix-vector product, a function of one flat vector.
+    - `size`: n, the length of the vectors that the operator is applied to.
     - `dtype`: of the vectors in and out: the operator's, but at least float32.
-    - `precision`: the coarsest dtype that a product passes through.
-    - `hermitian`: whether it is known to be.
+    - `precision`: the coarsest dtype that a matvec passes through.
+    - `hermitian`: whether the operator is known to be Hermitian.
     - `sign`: 1 if it is known to be positive semidefinite, -1 if negative semidefinite,
         else 0.
-
-    Vectors in have the shape `(n,)`, vectors out `(m,)`, with m = n for a square one.
     """
 
     fn: Callable[[Array], Array]
@@ -59,13 +61,15 @@ class FlatOperator(eqx.Module):
 
     @property
     def eps(self) -> float:
-        """Machine epsilon of the products."""
+        """Machine epsilon of the matvecs."""
         return float(jnp.finfo(self.precision).eps)
 
     @property
     def rounding(self) -> float:
-        """Relative size of rounding errors in an estimate: those of n-term sums in the
-        working dtype, and those of single products in the operator's."""
+        """Relative size of rounding errors in an estimate, an allowance by dtypes: those
+        of n-term sums in the working dtype, and those of matvecs in the operator's."""
+        # Rounding errors of n terms add up like a random walk, as sqrt(n). The image and
+        # the vector that it is multiplied with are each rounded to `precision`: 2 eps.
         return 2 * self.eps + float(jnp.finfo(self.dtype).eps) * self.size**0.5
 
     @property
@@ -75,8 +79,8 @@ class FlatOperator(eqx.Module):
 
     @property
     def narrow(self) -> bool:
-        """Whether products pass through a dtype of a smaller range than that of the
-        vectors: float16."""
+        """Whether matvecs pass through a dtype of a smaller range than the dtype of the
+        vectors, as they do for an operator in float16."""
         return jnp.finfo(self.precision).maxexp < jnp.finfo(self.dtype).maxexp
 
     @property
@@ -86,38 +90,43 @@ class FlatOperator(eqx.Module):
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """A v for a flat vector v, of shape `(n,)`."""
-        return self._scaled(self.fn, vector)
+        return self._apply_in_range(self.fn, vector)
 
     def adjoint_mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " n"]:
         """A* v for a flat vector v, of shape `(m,)`; m is n for a square operator.
 
         **Raises:**
 
-        `NotImplementedError` if JAX cannot transpose the product of an operator that is
-        not known to be Hermitian."""
+        `NotImplementedError` if the operator is not known to be Hermitian and JAX cannot
+        transpose its matrix-vector product."""
         if self.hermitian:
             return self.mv(vector)
         like = jax.ShapeDtypeStruct((self.size,), self.dtype)
 
-        def transposed(vector):
-            with needing_adjoint():
-                (product,) = jax.linear_transpose(self.fn, like)(vector)
-            return product
+        def transpose_mv(vector):
+            with explain_missing_adjoint():
+                (image,) = jax.linear_transpose(self.fn, like)(vector)
+            return image
 
-        return self._scaled(transposed, vector.conj()).conj()
+        # A* v = conj(A^T conj(v)).
+        return self._apply_in_range(transpose_mv, vector.conj()).conj()
 
-    def _scaled(self, fn: Callable[[Array], Array], vector: Array) -> Array:
-        """`fn(vector)`; if the range is narrow, of a vector whose largest entry is from
-        `n^(-1/4)` to 1: the product of a unit vector, with entries of `n^(-1/2)`, might
-        underflow, and that of a larger one overflow."""
+    def _apply_in_range(self, fn: Callable[[Array], Array], vector: Array) -> Array:
+        """`fn(vector)` for a linear `fn`. If the range of the dtype is narrow, the vector
+        is scaled before and the image after, so that its largest entry is between
+        `n^(-1/4)` and 1."""
         if not self.narrow:
             return fn(vector)
-        least = 2.0 ** -round(math.log2(vector.size) / 4)
+        # A vector of norm one has entries of about n^(-1/2). Products of these with small
+        # entries of A might underflow in float16, and those of entries above 1 overflow.
+        # The lower end n^(-1/4) is halfway on a logarithmic scale; a power of two, so
+        # that scaling by it does not round.
+        smallest = 2.0 ** -round(math.log2(vector.size) / 4)
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
-        small = (largest > 0) & (largest < least)
-        size = jnp.where(small, largest / least, jnp.maximum(largest, 1))
-        size = size.astype(vector.dtype)
-        return size * fn(vector / size)
+        small = (largest > 0) & (largest < smallest)
+        scale = jnp.where(small, largest / smallest, jnp.maximum(largest, 1))
+        scale = scale.astype(vector.dtype)
+        return scale * fn(vector / scale)
 
 
 class _Negated(eqx.Module):
@@ -128,15 +137,15 @@ class _Negated(eqx.Module):
 
 
 def freeze(tree: PyTree) -> PyTree:
-    """The same PyTree, constant to all derivatives; its leaves may be anything."""
+    """Make a PyTree constant to all derivatives; leaves that are no arrays may be
+    anything."""
     arrays, static = eqx.partition(tree, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(arrays), static)
 
 
 def to_flat(tree: PyTree, dtype: DTypeLike) -> Inexact[Array, " n"]:
-    """The leaves joined one after another."""
-    parts = [leaf.reshape(-1).astype(dtype) for leaf in tree_leaves(tree)]
-    return jnp.concatenate(parts)
+    """Join the leaves one after another."""
+    return jnp.concatenate([x.reshape(-1).astype(dtype) for x in tree_leaves(tree)])
 
 
 def from_flat(vector: Inexact[Array, " n"], structure: PyTree) -> PyTree:

@@ -1,11 +1,10 @@
-"""The interfaces of JAX that may change between its minor releases, in one place: the
-types of traced code, registries of primitives, backends, the generator of random bits,
-and the debug information of an equation.
+"""The interfaces of JAX that may change between its minor releases, collected in one
+module: the types of traced code, registries of primitives, backends, the generator of
+random bits, and the debug information of an equation.
 
-"JAX versions" in the developer documentation says what each is needed for.
+"JAX versions" in the developer documentation says what each of them is needed for.
 """
 
-import functools as ft
 import inspect
 import sys
 from typing import Any
@@ -29,31 +28,56 @@ from jax.interpreters import batching as batching, mlir as mlir
 
 
 def mesh_of(equation: JaxprEqn) -> jax.sharding.AbstractMesh:
-    """The mesh that was set where an equation was traced, maybe an empty one."""
+    """The mesh that was set where an equation was traced, possibly an empty one."""
     return equation.ctx.cur_abstract_mesh
 
 
 def has_derivative_rule(equation: JaxprEqn) -> bool:
-    """Whether it calls a function with a derivative rule of its own, which is a Python
-    function and no part of the traced code."""
+    """Whether an equation calls a function with its own derivative rule. Such a rule is a
+    Python function, and not part of the traced code."""
     return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 
 
 def owner_of_rule(equation: JaxprEqn) -> tuple[Any, ...] | None:
-    """The function of a module, such as `jax.nn.relu`, that such an equation calls, and
-    its rules; `None` where another one could have the same code and other rules."""
+    """The function with a derivative rule that an equation calls, such as `jax.nn.relu`,
+    and its rules. None unless a module defines that function: another function could
+    then have the same code and other rules."""
     source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info
     owner = _function_at(source or "")
+    # Arguments in `nondiff_argnums` are a part of the rule that the traced code may lack.
     if owner is None or getattr(owner, "nondiff_argnums", ()):
         return None
-    return owner, *(getattr(owner, name, None) for name in ("jvp", "fwd", "bwd"))
+    if isinstance(owner, jax.custom_jvp):
+        rules = {"jvp_jaxpr_fun": owner.jvp}
+    else:
+        rules = {"fwd_jaxpr_thunk": owner.fwd, "bwd": owner.bwd}
+    # Another function may have been made of the same Python function, with other rules.
+    if not all(_calls(equation.params[name], rule) for name, rule in rules.items()):
+        return None
+    return owner, *rules.values()
 
 
-@ft.lru_cache(maxsize=256)
+def _calls(wrapper: Any, rule: Any) -> bool:
+    """Whether JAX's `wrapper` holds this rule: it is at the end of a chain of closures,
+    16 deep in the versions of today."""
+    reached, queue = set(), [wrapper]
+    while queue and len(reached) < 200:
+        each = queue.pop(0)
+        if each is rule:
+            return True
+        if id(each) not in reached:
+            reached.add(id(each))
+            cells = getattr(each, "__closure__", None) or ()
+            queue += [cell.cell_contents for cell in cells]
+            queue += [getattr(each, name, None) for name in ("f", "f_transformed")]
+    return False
+
+
 def _function_at(source: str) -> Any:
-    """The function with a derivative rule that a module defines under this name, in this
-    line: `source` is "name at file:line". One that is defined inside of another function
-    may be there several times, with other rules."""
+    """The function with a derivative rule that a module defines at `source`, which has
+    the form "name at file:line"; None if there is none. Functions that are defined inside
+    other functions do not count: several of them, with different rules, may have the same
+    source."""
     name, _, place = source.partition(" at ")
     file, _, line = place.rpartition(":")
     for module in tuple(sys.modules.values()):

@@ -1,9 +1,12 @@
-"""Whether a traced function can be linear, as far as its primitives show that.
+"""A test of whether a traced function can be linear, by the primitives that it consists
+of.
 
-A function is called affine or nonlinear only where that is certain. Loops, branches,
-callbacks, functions with rules of their own and other primitives that are not named here
-may be linear, and so may terms and factors that cancel: `f(v) - f(0)`,
-`(v . A v) v / (v . v)`, or `|v| A (v / |v|)`.
+Each value of the function depends on the vector in a way, its kind: zero, constant,
+linear, affine, nonlinear or unknown. The kinds of the results follow from those of the
+arguments, primitive by primitive. A function is called affine or nonlinear only where
+that is certain. Loops, branches, callbacks, functions with derivative rules of their own
+and all primitives that are not named here may be linear. So may terms and factors that
+cancel: `f(v) - f(0)`, `(v . A v) v / (v . v)`, or `|v| A (v / |v|)`.
 """
 
 import enum
@@ -16,8 +19,8 @@ from .jax_interfaces import Jaxpr, JaxprEqn, Literal
 
 
 class _Kind(enum.IntEnum):
-    """How a value depends on the vector. A nonlinear function of what is affine is called
-    affine, too: `f(x + v) - f(x)` may be linear, up to rounding."""
+    """How a value depends on the vector. A nonlinear function of an affine value is
+    called affine too, since `f(x + v) - f(x)` may be linear up to rounding."""
 
     ZERO = enum.auto()
     CONSTANT = enum.auto()
@@ -29,11 +32,13 @@ class _Kind(enum.IntEnum):
 
 _Z, _C, _L, _A, _N, _U = _Kind
 
-# By the kinds of the terms that are not zero, and of the factors; others are unknown.
+# The kind of a sum, by the kinds of its nonzero terms, and the kind of a product, by the
+# kinds of its factors, each named once, in the order of `_Kind`. Other combinations are
+# unknown: two nonlinear terms or factors, for example, may cancel.
 _SUM = {(): _Z, (_C,): _C, (_L,): _L, (_C, _L): _A, (_L, _A): _A, (_C, _N): _N}
 _SUM |= {(_L, _N): _N}
 _PRODUCT = {(_C,): _C, (_C, _L): _L, (_C, _A): _A, (_C, _N): _N, (_L,): _N, (_L, _N): _N}
-# By the kind of the argument, for functions that are not linear.
+# The kind of a nonlinear function, by the kind of its argument.
 _FUNCTION = {_Z: _C, _C: _C, _L: _N, _A: _A, _N: _N, _U: _U}
 
 
@@ -48,14 +53,15 @@ _FUNCTIONS = _names(
     """abs cos cosh erf exp exp2 expm1 integer_pow log1p logistic rsqrt sin sinh sqrt
     square tan tanh"""
 )
-# Linear maps of one operand, or of the entries of several.
+# Linear maps of one operand, or of the entries of several. `real`, `imag` and `conj` are
+# linear over the reals only; they count as linear, since they may also cancel.
 _MAPS = _names(
     """broadcast_in_dim concatenate conj convert_element_type copy cumsum dynamic_slice
     dynamic_update_slice expand_dims fft gather imag neg optimization_barrier pad real
     reduce_precision reduce_sum reshape rev scatter select_n sharding_constraint slice
     split squeeze stop_gradient transpose"""
 )
-# Which operands are values, where others say which entries are meant.
+# Which operands are values, for primitives whose other operands are indices or masks.
 _VALUES = {
     "dynamic_slice": slice(1),
     "dynamic_update_slice": slice(2),
@@ -67,16 +73,18 @@ _VALUES = {
 
 
 def why_not_linear(code: Jaxpr) -> str | None:
-    """What makes a function of a vector certainly not linear, in words; or None."""
+    """The reason why a function of a vector cannot be linear, in words; None if it may
+    be."""
     for eqn in code.eqns[-1:]:
         if eqn.primitive.name == "concatenate" and eqn.outvars == code.outvars:
-            # Of leaves that are joined, one is enough.
+            # A PyTree of results is joined to one vector. One leaf that is certainly not
+            # linear is enough, whatever the kinds of the others.
             code = code.replace(outvars=eqn.invars)
     causes: dict[_Kind, str] = {}
-    found = _results(code, [_L], causes)
-    if _N in found:
+    kinds = _kinds_of_results(code, [_L], causes)
+    if _N in kinds:
         return f"`{causes[_N]}` in it is not linear in the vector"
-    if _A in found:
+    if _A in kinds:
         return (
             f"`{causes[_A]}` in it adds a term that does not depend on the vector (where "
             "that is zero, make it inside of the function, by `jnp.zeros`)"
@@ -84,36 +92,41 @@ def why_not_linear(code: Jaxpr) -> str | None:
     return None
 
 
-def _results(
+def _kinds_of_results(
     code: Jaxpr, arguments: Sequence[_Kind], causes: dict[_Kind, str]
 ) -> list[_Kind]:
-    """The kinds of the results, and the first primitive that makes one of each kind."""
-    known: dict[Any, _Kind] = dict.fromkeys(code.constvars, _C)
-    known |= zip(code.invars, arguments, strict=True)
+    """The kinds of the results, by the kinds of the arguments. For each kind the name of
+    the first primitive with such a result is put into `causes`."""
+    kind_of: dict[Any, _Kind] = dict.fromkeys(code.constvars, _C)
+    kind_of |= zip(code.invars, arguments, strict=True)
 
     def kind(x):
         if isinstance(x, Literal):
             return _Z if x.val == 0 else _C
-        return known[x]
+        return kind_of[x]
 
     for eqn in code.eqns:
         kinds = [kind(x) for x in eqn.invars]
         if eqn.primitive.name in _CALLS:
             inner = eqn.params["jaxpr"]
-            results = _results(getattr(inner, "jaxpr", inner), kinds, causes)
+            # Some calls hold a closed jaxpr, others an open one.
+            results = _kinds_of_results(getattr(inner, "jaxpr", inner), kinds, causes)
         else:
-            result = _result(eqn, kinds)
+            result = _kind_of_result(eqn, kinds)
             results = [result] * len(eqn.outvars)
             if result not in kinds:
                 causes.setdefault(result, eqn.primitive.name)
-        known |= zip(eqn.outvars, results, strict=True)
+        kind_of |= zip(eqn.outvars, results, strict=True)
     return [kind(x) for x in code.outvars]
 
 
-def _result(eqn: JaxprEqn, kinds: Sequence[_Kind]) -> _Kind:
+def _kind_of_result(eqn: JaxprEqn, kinds: Sequence[_Kind]) -> _Kind:
+    """The kind of the results of a primitive, by the kinds of its operands."""
     name = eqn.primitive.name
     values = kinds[_VALUES.get(name, slice(None))]
     otherwise = _U if any(map(_depends, kinds)) else _C
+    # An index or a mask that depends on the vector makes any result possible, and so does
+    # rounding to integers.
     chosen_by_vector = sum(map(_depends, values)) < sum(map(_depends, kinds))
     dtype = eqn.params.get("new_dtype", jnp.float32)
     if chosen_by_vector or not jnp.issubdtype(dtype, jnp.inexact):
@@ -123,7 +136,7 @@ def _result(eqn: JaxprEqn, kinds: Sequence[_Kind]) -> _Kind:
         return nonzero[0] if nonzero else _Z
     if name in _SUMS:
         return _SUM.get(nonzero, _U)
-    if name == "div":
+    if name == "div":  # the product with a reciprocal, which is not linear
         values = [values[0], _FUNCTION[values[1]]]
     if name in _PRODUCTS:
         return _Z if _Z in values else _PRODUCT.get(_sorted(values), _U)

@@ -1,10 +1,17 @@
-"""Quantities of an operator that are estimated: its trace, its diagonal, the trace of
-each leaf, ...
+"""Quantities of an operator that are estimated: its trace, its diagonal, its norms.
 
-Estimators make pairs `(left, image)` of vectors for which, in the mean, the sum of
-`image left*` is the operator A. A *quantity* is computed from them. One that is `linear`
-in the image can be computed from any such pairs; a quadratic one, as
-`||A||_F^2 = E ||A w||^2`, only from images `A w` of random probes.
+Estimators produce pairs of vectors (l_i, y_i) with E[sum_i y_i l_i*] = A; with a random
+probe w, for example, the pair (w, A w). `read` computes the contribution of a pair to a
+quantity, and the estimate is their sum:
+
+    tr A        = E sum_i l_i* y_i           (`Trace`; for each leaf, `LeafTraces`)
+    diag A      = E sum_i conj(l_i) y_i      (`Diagonal`, entry by entry)
+    ||A||_F^2   = E ||A w||^2                (`FrobeniusNorm`)
+    tr A_i* A_j = E (A_i w)* (A_j w)         (`FrobeniusProducts`)
+    |e_i* A|^2  = E |(A w)_i|^2              (`RowNorms`)
+
+In the code l is `left` and y is `image`. A quantity that is `linear` in the image can be
+computed from any such pairs, a quadratic one only from images `A w` of random probes.
 """
 
 import abc
@@ -15,19 +22,20 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, Inexact, PyTree, Real
 
 
 class AbstractQuantity(eqx.Module):
-    """A quantity of a matrix that is a sum over rank-one matrices `image left*`: `read`
-    computes the part of one pair of vectors.
+    """A quantity of a matrix that is a sum of rank-one matrices `image left*`: `read`
+    computes the contribution of one pair of vectors.
 
     **Attributes:**
 
-    - `linear`: whether it is linear in the operator.
-    - `diagonal_only`: whether it depends on the diagonal alone. It is then computed from
-        that where lineax knows it, as `read(ones, diagonal)`.
+    - `linear`: whether the quantity is linear in the operator.
+    - `diagonal_only`: whether it depends on the diagonal alone. Where lineax knows the
+        diagonal, the quantity is then `read(ones, diagonal)`, without a matvec.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
     """
@@ -38,7 +46,7 @@ class AbstractQuantity(eqx.Module):
 
     @abc.abstractmethod
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        """The part of one pair.
+        """The contribution of one pair.
 
         **Arguments:**
 
@@ -46,36 +54,38 @@ class AbstractQuantity(eqx.Module):
 
         **Returns:**
 
-        An array, of the same shape for any pair: the quantity of the matrix
-        `image left*`, if that is linear.
+        An array, of the same shape for every pair. If the quantity is linear, this is the
+        quantity of the matrix `image left*`.
         """
 
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, "..."] | None:
-        """The size that rounding errors of `read` are relative to, of the same shape, if
-        it adds up terms that may cancel: about their 2-norm."""
+        """The size that rounding errors of `read` are relative to, of its shape: about
+        the 2-norm of the terms that it sums. None if these cannot cancel."""
         return None
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, "..."] | None:
-        """Numbers of the shape and size of `read`, which are the same for all vectors of
-        signs if the operator is diagonal, and if not, hardly for any two: they tell
-        whether samples that are equal are so by chance."""
+        """Numbers of the shape and size of `read`, which show whether equal samples are
+        equal by chance. If the operator is diagonal, they are the same for all vectors of
+        signs; if not, they differ between almost any two."""
         return None
 
     def comparable(self, hermitian: bool) -> bool:
-        """Whether samples of an operator, Hermitian or not, spread as `marks` do."""
+        """Whether samples spread about as much as `marks`, for an operator that is
+        Hermitian or not."""
         return self.linear and hermitian
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        """An estimate in the form that users see: by default both as `arrange` has them.
+        """An estimate in the form that users see. By default both arrays are arranged by
+        `arrange`.
 
         **Arguments:**
 
-        - `value`, `std_err`: a sum of what `read` gives, and its standard error, arrays
-            of that shape.
+        - `value`, `std_err`: a sum of results of `read`, and its standard error, arrays
+            of the same shape.
 
         **Returns:**
 
@@ -84,11 +94,12 @@ class AbstractQuantity(eqx.Module):
         return self.arrange(value), self.arrange(std_err)
 
     def arrange(self, entries: Array) -> PyTree[Array]:
-        """An array of the shape that `read` has, in the structure that users see."""
+        """Convert an array of the shape of `read` to the structure that users see."""
         return entries
 
     def of_gram(self) -> "AbstractQuantity | None":
-        """Of a quadratic quantity: what it is of `A A*`, in which it is linear."""
+        """For a quadratic quantity, the same quantity as a function of `A A*`, in which
+        it is linear; None for other quantities."""
         return None
 
 
@@ -103,16 +114,16 @@ class Trace(AbstractQuantity):
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, ""]:
-        return _norm(jnp.abs(left * image))
+        return _norm_bound(jnp.abs(left * image))
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, ""]:
-        return self.read(_rotated(left), image)
+        return self.read(_rotate(left), image)
 
 
 class _Structured(AbstractQuantity):
-    """A quantity whose PyTree is that of the operator's vectors."""
+    """A quantity that is presented in the structure of the operator's vectors."""
 
     treedef: Any = eqx.field(static=True)
     shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
@@ -142,12 +153,12 @@ class Diagonal(_Structured):
 
 
 class RowNorms(_Structured):
-    """`|e_i* A|` for each row i, from squares, with the structure of a vector."""
+    """`|e_i* A|` for each row i, from its square, with the structure of a vector."""
 
     linear: ClassVar[bool] = False
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return _noticed((image * image.conj()).real, image != 0)
+        return _keep_nonzero((image * image.conj()).real, image != 0)
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
@@ -158,15 +169,19 @@ class RowNorms(_Structured):
         return True
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return super().present(*_root(value, std_err))
+        root, root_err = _root(value, std_err)
+        return super().present(root, root_err)
 
     def of_gram(self) -> AbstractQuantity:
         return _RootsOfDiagonal(treedef=self.treedef, shapes=self.shapes)
 
 
 class _RootsOfDiagonal(Diagonal):
+    """Row norms of A as roots of the diagonal of `A A*`."""
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return super().present(*_root(value.real, std_err))
+        root, root_err = _root(value.real, std_err)
+        return super().present(root, root_err)
 
 
 class LeafTraces(_Structured):
@@ -181,12 +196,12 @@ class LeafTraces(_Structured):
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, " p"]:
-        return jnp.stack([_norm(x) for x in self._split(jnp.abs(left * image))])
+        return jnp.stack([_norm_bound(x) for x in self._split(jnp.abs(left * image))])
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, " p"]:
-        return self.read(_rotated(left), image)
+        return self.read(_rotate(left), image)
 
     def arrange(self, entries: Array) -> PyTree[Array]:
         return tree_unflatten(self.treedef, list(entries))
@@ -199,11 +214,13 @@ class FrobeniusNorm(AbstractQuantity):
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         square = jnp.vdot(image, image, precision="highest").real
-        return _noticed(square, jnp.any(image != 0))
+        return _keep_nonzero(square, jnp.any(image != 0))
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, ""]:
+        # The terms of the trace, conj(w_i) (A w)_i, are the same for all signs exactly if
+        # the operator is diagonal.
         return jnp.abs(Trace().marks(left, image)) ** 2
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
@@ -214,13 +231,15 @@ class FrobeniusNorm(AbstractQuantity):
 
 
 class _RootOfTrace(Trace):
+    """The Frobenius norm of A as the root of the trace of `A A*`."""
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value.real, std_err)
 
 
 class FrobeniusProducts(AbstractQuantity):
-    """`tr(A_i* A_j)` for all pairs of operators of which A is a stack: a Hermitian array,
-    of shape `(p, p)`."""
+    """`tr(A_i* A_j)` for all pairs of the p operators that are stacked in A: a Hermitian
+    array of shape `(p, p)`."""
 
     count: int = eqx.field(static=True)
     linear: ClassVar[bool] = False
@@ -228,16 +247,19 @@ class FrobeniusProducts(AbstractQuantity):
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
         images = image.reshape(self.count, -1)
         gram = jnp.matmul(images.conj(), images.T, precision="highest")
+        # The product of two matrices is Hermitian up to rounding only.
         return (gram + gram.conj().T) / 2
 
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
     ) -> Real[Array, "p p"]:
         sizes = jnp.abs(image)
+        # The bound of `_norm_bound`: sum x^2 <= (sum x) (max x), with x = |y_i| |y_j|.
         largest = jnp.sqrt(jnp.max(sizes.reshape(self.count, -1), axis=1))
         size = jnp.sqrt(self.read(left, sizes)) * largest[:, None] * largest
         limits = jnp.finfo(size.dtype)
-        # Terms that underflow are lost, each of them below the smallest normal number.
+        # Each term may underflow, and lose up to the smallest normal number. Divided by
+        # eps, since the caller multiplies sizes by it.
         lost = image.size * limits.tiny / limits.eps
         return jnp.where(largest[:, None] * largest > 0, jnp.maximum(size, lost), 0)
 
@@ -250,7 +272,7 @@ class FrobeniusProducts(AbstractQuantity):
 
 
 class SchattenNorm(AbstractQuantity):
-    """`(tr |A|^p)^(1/p)`, from pairs for `|A|^p`."""
+    """`(tr |A|^p)^(1/p)`, from pairs whose matrices sum to `|A|^p`; p is `power`."""
 
     power: float = eqx.field(static=True)
     linear: ClassVar[bool] = False
@@ -262,14 +284,20 @@ class SchattenNorm(AbstractQuantity):
         return _root(value, std_err, self.power)
 
     def downward(self, value: Array, std_err: Array) -> Array:
-        """The error of `value` whose root, by `present`, is what one standard error takes
-        from the norm. Below 1 the root is convex: it is much less than the same adds."""
+        """The standard error of `value` for the lower end of an interval. For powers
+        below 1 the root is convex: one standard error of `value` lowers the norm by much
+        less than it raises it. The result is the error e with which `present` reports
+        that smaller decrease."""
         if self.power >= 1:
             return std_err
-        positive = ~(value <= 0)
-        share = jnp.minimum(std_err / jnp.where(positive, value, 1), 1)
-        taken = -jnp.expm1(jnp.log1p(-share) / self.power)
-        error = value / 2 * jnp.expm1(self.power * jnp.log1p(2 * taken))
+        # For v = `value`, s = `std_err` and the power p, the norm falls by the share
+        #     d = 1 - (1 - s / v)^(1/p).
+        # `_root` reports an error e as ((v + 2 e)^(1/p) - v^(1/p)) / 2. This is d v^(1/p)
+        # for e = v ((1 + 2 d)^p - 1) / 2.
+        positive = ~(value <= 0)  # NaN stays NaN
+        relative = jnp.minimum(std_err / jnp.where(positive, value, 1), 1)
+        decrease = -jnp.expm1(jnp.log1p(-relative) / self.power)
+        error = value / 2 * jnp.expm1(self.power * jnp.log1p(2 * decrease))
         return jnp.where(positive, jnp.minimum(error, std_err), 0)
 
 
@@ -294,35 +322,46 @@ class Shifted(AbstractQuantity):
         return self.quantity.present(value + self.offset, std_err)
 
 
-def _norm(sizes: Real[Array, " n"]) -> Real[Array, ""]:
-    """An upper bound of the 2-norm, tight for vectors with entries of one size. Unlike a
-    sum of squares it does not overflow or underflow before the entries do."""
+# 2^32 times the golden section (sqrt(5) - 1) / 2: of all numbers the worst to approximate
+# by fractions, so that its multiples are spread evenly on a circle.
+_GOLDEN_SECTION = np.uint32(0x9E3779B9)
+
+
+def _norm_bound(sizes: Real[Array, " n"]) -> Real[Array, ""]:
+    """An upper bound of the 2-norm, tight for vectors whose nonzero entries have one
+    size: sum x^2 <= (sum x) (max x). Unlike a sum of squares, this does not overflow or
+    underflow before the entries do."""
     return jnp.sqrt(jnp.sum(sizes)) * jnp.sqrt(jnp.max(sizes, initial=0))
 
 
-def _rotated(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-    """A vector whose entry i is turned by i^2 golden sections of a circle, so that few
-    angles are near each other."""
+def _rotate(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    """Turn entry i of a vector by i^2 golden sections of a circle, so that few angles are
+    near each other, and sums of a few entries with different signs hardly ever agree."""
+    # In units of 2^-32 of a circle, where integers wrap around as angles do.
     index = jax.lax.iota(jnp.uint32, vector.size)
-    turns = index * index * jnp.uint32(0x9E3779B9)
+    turns = index * index * _GOLDEN_SECTION
     angle = turns.astype(vector.real.dtype) * (2 * math.pi / 2**32)
     return vector * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
 
-def _noticed(square: Array, nonzero: Array) -> Array:
-    """A square, raised to the smallest normal number where it underflows without being
-    zero."""
+def _keep_nonzero(square: Array, nonzero: Array) -> Array:
+    """Raise the square of a nonzero number that underflows to the smallest normal number.
+    As 0 it would pass for the exact answer, with a zero error bar."""
     smallest = jnp.finfo(square.dtype).tiny
     lost = nonzero & (square < smallest)
     return square + jax.lax.stop_gradient(jnp.where(lost, smallest, 0))
 
 
 def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root of a power and its error: for powers of 1 or more that of the power times
-    the derivative of the root, and at most the root of the error. For smaller ones it is
-    half of what two standard errors of the power add, as the root is convex then: where
-    the samples happen to be small, its derivative at their mean is by far too small. The
-    root is infinite where underflow has left no correct digit."""
+    """The root v^(1/p) of an estimate v of a power p, and its standard error. The root is
+    infinite where underflow has left no correct digit.
+
+    For p >= 1 the error is e v^(1/p) / (p v), by the derivative of the root, and e^(1/p)
+    at most. For p < 1 the root is convex, and where the samples happen to be small, its
+    derivative at their mean is far too small. The error is then half the increase of the
+    root when v rises by two standard errors.
+    """
+    # Below tiny / eps, a sum may consist of terms that have all underflowed.
     limits = jnp.finfo(value.dtype)
     largest = jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
@@ -333,6 +372,6 @@ def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]
         end = (jnp.where(positive, value, 0) + 2 * std_err) ** (1 / power)
         std_err = (end - jnp.where(positive, root, 0)) / 2
     else:
-        most, slope = std_err ** (1 / power), std_err / safe * root / power
-        std_err = jnp.where(positive & (slope < most), slope, most)
+        upper, first_order = std_err ** (1 / power), std_err / safe * root / power
+        std_err = jnp.where(positive & (first_order < upper), first_order, upper)
     return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

@@ -1,4 +1,4 @@
-"""How calls end: the results, whose values are the messages that users read."""
+"""Results of calls, whose values are the messages that users read."""
 
 from typing import Any
 
@@ -38,9 +38,9 @@ Likely causes:
 
 _not_positive_definite_msg = """
 The function needs a positive definite operator, and a Ritz value (an eigenvalue of the
-operator's compression to a Krylov space) was negative, or not to be told from zero in
-the operator's precision. `solution.stats["ritz_values"]` has the smallest and the largest
-one; with a preconditioner P they are those of `P^(-1/2) A P^(-1/2)`.
+operator's compression to a Krylov space) was negative, or zero to within the operator's
+precision. `solution.stats["ritz_values"]` has the smallest and the largest Ritz value;
+with a preconditioner P they belong to `P^(-1/2) A P^(-1/2)`.
 
 Likely causes:
 
@@ -55,14 +55,14 @@ Likely causes:
 """.strip()
 
 _zero_determinant_msg = """
-The determinant is zero, or not to be told from zero in the operator's precision, so its
-logarithm is minus infinity or meaningless.
+The determinant is zero, or zero to within the operator's precision, so its logarithm is
+minus infinity or meaningless.
 
 Likely causes:
 
-(a) the operator is singular: a zero on the diagonal of a triangular operator, or a
-    singular value of zero, or no larger than the machine epsilon times the largest
-    (`solution.stats["ritz_values"]` has the smallest and largest found); or
+(a) the operator is singular: it is triangular with a zero on its diagonal, or has a
+    singular value that is at most the machine epsilon times the largest
+    (`solution.stats["ritz_values"]` has the smallest and the largest computed one); or
 
 (b) it is singular in its dtype: use a wider one.
 """.strip()
@@ -74,9 +74,9 @@ the domain of the function, beyond rounding, or the function was not finite ther
 
 Likely causes:
 
-(a) the operator has eigenvalues where the function is not defined, or not to be told
-    from zero where that is a pole: add a multiple of the identity, or take a function
-    that is defined there; or
+(a) the operator has eigenvalues where the function is not defined, or eigenvalues that
+    are zero to within rounding where the function has a pole there: add a multiple of the
+    identity, or use a function that is defined there; or
 
 (b) the function overflows: scale the operator or use a wider dtype.
 """.strip()
@@ -84,10 +84,11 @@ Likely causes:
 
 _precision_lost_msg = """
 Rounding errors of the products, or an operator that is not Hermitian as its tag says,
-change the value by a large part of the error that is reported, or by far more than an
-adaptive budget asks for. A function of an operator is then too ill conditioned for their
-precision, and what depends on its smallest eigenvalues is unknown: its
-`solution.stats["ritz_values"]` has the smallest and the largest that were seen.
+change the value by a large part of the reported error bar, or by far more than the
+tolerance of an adaptive budget. A function of an operator is then too ill conditioned for
+the precision of the matrix-vector products, and the contribution of the smallest
+eigenvalues is unknown: `solution.stats["ritz_values"]` has the smallest and the largest
+computed one.
 
 Likely remedies:
 
@@ -100,7 +101,8 @@ Likely remedies:
 (c) on an accelerator ask for products in full precision:
     `jax.default_matmul_precision("highest")`; or
 
-(d) for a log-determinant a preconditioner, whose products are better conditioned; or
+(d) for a log-determinant use a preconditioner, which makes the operator better
+    conditioned; or
 
 (e) add a multiple of the identity (`jitter`), larger than the rounding errors; or
 
@@ -108,40 +110,42 @@ Likely remedies:
 """.strip()
 
 _too_few_steps_msg = """
-As many Krylov steps as the call allows itself are too few: they leave a quadrature error
-that is larger than the error bar, or than the tolerance of an adaptive budget; or the
-function is infinite at zero, and after so many steps the operator cannot be told from a
+The largest number of Krylov steps that the call may take is too few. The quadrature error
+is then larger than the error bar, or than the tolerance of an adaptive budget; or the
+function is infinite at zero, and after these steps the operator cannot be told from a
 singular one. More probes do not help.
 
 Likely remedies:
 
-(a) more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`; or
+(a) allow more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`; or
 
-(b) for a log-determinant, and for the diagonal of an inverse, a preconditioner; or
+(b) for a log-determinant, or the diagonal of an inverse, use a preconditioner; or
 
-(c) for an operator that is known not to have eigenvalues below some number, tell it:
+(c) if you know a lower bound of the eigenvalues, pass it:
     `traceax.SLQEstimator(lower_bound=...)`; or
 
-(d) for one that may be singular, a multiple of the identity (`jitter`), a function that
-    is finite at zero, or the complement of its null space; or
+(d) if the operator may be singular, add a multiple of the identity (`jitter`), use a
+    function that is finite at zero, or restrict the operator to the complement of its
+    null space; or
 
-(e) the exact answer, by `k >= n`; up to n = 4096 (1024 for a function of an operator that
-    is not tagged Hermitian) it is taken by itself where `num_steps` is left out; or
+(e) ask for the exact answer, by `k >= n`; up to n = 4096 (1024 for a function of an
+    operator that is not tagged Hermitian) it is chosen automatically where `num_steps` is
+    left out; or
 
-(f) a number as `num_steps`, which is taken as it is: `solution.interval()` has the
-    quadrature error then.
+(f) pass a number as `num_steps`: the call then takes exactly that many steps, and
+    `solution.interval()` counts the quadrature error.
 """.strip()
 
 _max_matvecs_reached_msg = """
-The budget ended before the error bar was as small as asked.
+The budget ended before the error bar met the tolerance.
 
 Likely remedies:
 
 (a) raise `max_k`: the error of most estimators falls as one over the square root of the
-    number of samples, and from n and a round on, the exact answer is taken where they are
-    not enough. `state=solution.state` keeps what has been spent already (for the exact
-    answer, `max_k` then has to be n more than before). `max_k` must have room for
-    `min_samples` samples; one of XTrace takes two products; or
+    number of samples. Where samples do not suffice, the exact answer takes their place if
+    `max_k` is at least n and a round. `state=solution.state` continues from this call
+    (for the exact answer, `max_k` then has to be n more than before). `max_k` must have
+    room for `min_samples` samples; a sample of XTrace takes two matvecs; or
 
 (b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
     a log-determinant a preconditioner; or
@@ -156,27 +160,28 @@ run ended after that round.
 
 
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
-    """How a call ended. The members of `lineax.RESULTS`, and:
+    """The result of a call: success, or the kind of failure. The members are those of
+    `lineax.RESULTS`, and:
 
-    - `nonfinite_product`: a product or the estimate was NaN or infinite.
-    - `not_semidefinite`: an operator tagged semidefinite was seen not to be.
+    - `nonfinite_product`: a matrix-vector product or the estimate was NaN or infinite.
+    - `not_semidefinite`: an operator that is tagged semidefinite turned out not to be.
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
-        negative, or not to be told from zero.
+        negative, or zero to within rounding.
     - `zero_determinant`: the determinant of a structured or a general operator is zero,
-        or not to be told from zero.
-    - `precision_lost`: for functions of operators, rounding errors of the products are a
-        large part of the error that is reported; for diagonals of functions and exact
-        answers, they change the second digit. With an adaptive budget
-        for a scalar, they alone are far above the tolerance.
+        or zero to within rounding.
+    - `precision_lost`: for functions of operators, rounding errors of the matvecs are a
+        large part of the reported error bar; for diagonals of functions and exact
+        answers, they change the second digit. With an adaptive budget for a scalar, they
+        alone are far above the tolerance.
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
-    - `too_few_steps`: for functions of operators, as many steps as
-        [`traceax.AdaptiveSteps`][] allows leave a quadrature error above the error bar or
-        the tolerance, or cannot tell the operator from a singular one.
+    - `too_few_steps`: for functions of operators, the largest number of steps that
+        [`traceax.AdaptiveSteps`][] allows leaves a quadrature error above the error bar
+        or the tolerance, or cannot tell the operator from a singular one.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
-    - `outside_domain`: for another function, a Ritz value was outside of its domain, or
-        not to be told from a pole at zero.
+    - `outside_domain`: for any other function, a Ritz value was outside its domain, or
+        at a pole at zero to within rounding.
 
     `RESULTS[solution.result]` is the message, empty for a success. `print` shows no name:
     compare with a member, or look at `solution.successful`. (`bool(solution.result)` is
@@ -208,7 +213,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def first_failure(*results: Any) -> Any:
-    """The first that is neither None nor successful, if any is not None."""
+    """The first result that is a failure; without failures, a success if any result is
+    not None, else None."""
     first, *others = [result for result in results if result is not None] or [None]
     for other in others:
         first = RESULTS.where(first == RESULTS.successful, other, first)
@@ -216,12 +222,12 @@ def first_failure(*results: Any) -> Any:
 
 
 def failure(failed: Bool[Array, ""] | bool, how: Any) -> Any:
-    """The result of a test.
+    """Convert the outcome of a test to a result.
 
     **Arguments:**
 
     - `failed`: a boolean of shape `()`, which may be traced.
-    - `how`: the member of [`traceax.RESULTS`][] for a test that failed.
+    - `how`: the member of [`traceax.RESULTS`][] for a failed test.
 
     **Returns:**
 

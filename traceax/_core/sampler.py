@@ -1,3 +1,9 @@
+"""Distributions of probe vectors w with E[w w*] = I, for which E[w* A w] = tr A.
+
+Probe i is drawn from `fold_in(key, i)`. It depends on the key and on i alone, and not on
+the number of probes, on how they are grouped in blocks, or on the device that draws them.
+"""
+
 import abc
 from collections.abc import Callable
 from typing import ClassVar
@@ -11,7 +17,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
 from .arithmetic import standard_promotion
 from .checks import check_instance
 from .flat import FlatOperator
-from .threefry import fast, fold_in
+from .threefry import fast_key, fold_in
 
 
 class AbstractSampler(eqx.Module):
@@ -44,8 +50,8 @@ class AbstractSampler(eqx.Module):
     - `dtype`: of the samples; `None` (the default everywhere) follows the operator.
     - `rotation_invariant`: whether $U \\omega$ is distributed as $\\omega$ for every
         unitary (for real dtypes, orthogonal) $U$.
-    - `unit_modulus`: whether all entries have modulus one, as by default they need not.
-        Error bars of diagonals are narrower then.
+    - `unit_modulus`: whether all entries have modulus one. Default: `False`. Error bars
+        of diagonals are narrower if they have.
     """
 
     dtype: eqx.AbstractVar[DTypeLike | None]
@@ -70,8 +76,8 @@ class AbstractSampler(eqx.Module):
 
         - `key`: a JAX PRNG key, another one for each vector.
         - `n`: the length of the vector.
-        - `dtype`: that of the vector: real or complex, floating, for
-            `RademacherSampler` also a signed integer one.
+        - `dtype`: the dtype of the vector: floating or complex, for `RademacherSampler`
+            also a signed integer dtype.
 
         **Returns:**
 
@@ -89,8 +95,8 @@ class AbstractSampler(eqx.Module):
 
         **Returns:**
 
-        An array of shape `(n, k)`, of the sampler's dtype (JAX's default float where
-        that is `None`).
+        An array of shape `(n, k)`, of the sampler's dtype, or of JAX's default float
+        dtype if that is `None`.
         """
         dtype = jnp.dtype(float) if self.dtype is None else self.dtype
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -105,9 +111,9 @@ def draw(
     n: int,
     dtype: DTypeLike,
 ) -> Num[Array, "n k"]:
-    """Probes with the given global indices: probe `i` is drawn from `fold_in(key, i)`."""
+    """Draw the probes with the given global indices."""
 
-    def one(index):
+    def draw_probe(index):
         probe = sampler.sample(fold_in(key, index), n, dtype)
         if jnp.shape(probe) != (n,):
             raise ValueError(
@@ -116,11 +122,11 @@ def draw(
             )
         return probe
 
-    return jax.vmap(one, out_axes=1)(indices)
+    return jax.vmap(draw_probe, out_axes=1)(indices)
 
 
 def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLike:
-    """The dtype in which to sample probes for an operator, or a `ValueError`."""
+    """The dtype of probes for an operator, or an error if the sampler's does not fit."""
     if sampler.dtype is None:
         return operator_dtype
     dtype = jax.dtypes.canonicalize_dtype(sampler.dtype)
@@ -142,8 +148,8 @@ def probe_dtype(sampler: AbstractSampler, operator_dtype: DTypeLike) -> DTypeLik
     return dtype
 
 
-def needed(key: PRNGKeyArray | None) -> PRNGKeyArray:
-    """The key, or a `ValueError` if there is none."""
+def require_key(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    """Return the key, or raise a `ValueError` if it is None."""
     if key is None:
         raise ValueError(
             "`key` is missing: the estimator draws random probes. Pass, for example, "
@@ -158,8 +164,8 @@ def draw_for(
     key: PRNGKeyArray | None,
     indices: Array,
 ) -> Inexact[Array, "n m"]:
-    """Draw probes for an operator, rounded to its coarsest dtype, so that they enter
-    products exactly.
+    """Draw probes for an operator, rounded to its coarsest dtype: matvecs do not round
+    them again.
 
     **Arguments:**
 
@@ -172,19 +178,19 @@ def draw_for(
 
     An array of shape `(n, m)`. Its column for the index i depends on `key` and i alone.
     """
-    key = needed(key)
+    key = require_key(key)
     dtype = probe_dtype(sampler, operator.dtype)
     probes = draw(sampler, key, indices, operator.size, dtype)
     return probes.astype(operator.precision).astype(operator.dtype)
 
 
 def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
-    """Whether probes are resphered; with None they are where the sampler is rotation
-    invariant."""
+    """Whether probes are resphered. Default: if the sampler is rotation invariant."""
     return sampler.rotation_invariant if improved is None else improved
 
 
 def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
+    """Raise unless `sampler` is a sampler, and fit for resphering if it is asked for."""
     check_instance("sampler", sampler, AbstractSampler, "SphereSampler()")
     if improved and not sampler.rotation_invariant:
         raise ValueError(
@@ -195,6 +201,8 @@ def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
 
 
 def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
+    """Raise unless the sampler's dtype is None or of one of the `kinds`, which are
+    `words` in the message."""
     dtype = sampler.dtype
     if dtype is not None and not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise ValueError(
@@ -203,35 +211,41 @@ def _check_dtype(sampler: AbstractSampler, words: str, *kinds: type) -> None:
         )
 
 
-def _drawn(n: int) -> int:
-    """How many numbers to draw where `n` are used. The first ones of a longer draw are
-    the same. XLA:CPU unrolls loops of a length such as 10, which takes seconds to
-    compile; loops over multiples of 16 it vectorises."""
-    return -(-n // 16) * 16
+# XLA:CPU vectorises loops over multiples of this number. It unrolls loops of lengths such
+# as 10, which take up to four times as long to compile.
+_VECTOR_LENGTH = 16
+
+# Probes of up to this length come in blocks of several, for which XLA:CPU does not repeat
+# the drawing (see `_evaluate_in_halves`), and which a loop would slow down by a third.
+_LONG_PROBE = 2**19
 
 
-def _by_halves(fn: Callable[[Array], Array], x: Array, n: int) -> Array:
-    """The first n entries of `fn(x)`, in a line, where `fn` is of each entry of `x`.
+def _num_draws(n: int) -> int:
+    """How many numbers to draw where `n` are used: a multiple of `_VECTOR_LENGTH`. A
+    longer draw begins with the same numbers."""
+    return -(-n // _VECTOR_LENGTH) * _VECTOR_LENGTH
 
-    XLA on CPU would compute entries of a long vector again in each place where a product
-    reads them, even behind an `optimization_barrier`, but not those of a loop: here one
-    over the two halves of `x`.
-    """
-    if n <= 2**19:
+
+def _evaluate_in_halves(fn: Callable[[Array], Array], x: Array, n: int) -> Array:
+    """The first n entries of `fn(x)`, flattened, for an entrywise `fn`."""
+    if n <= _LONG_PROBE:
         return fn(x).reshape(-1)[:n]
+    # XLA:CPU fuses the drawing into all code that reads the probe: a stencil draws an
+    # entry again for each neighbour, 50 ms in the place of 9 at n = 1e6. It ignores an
+    # `optimization_barrier`, but stores the result of a loop, here over two halves.
     half = len(x) // 2
 
-    def part(i):
+    def evaluate_half(i):
         return fn(jax.lax.dynamic_slice_in_dim(x, i * half, half))
 
-    return jax.lax.map(part, jnp.arange(2)).reshape(-1)[:n]
+    return jax.lax.map(evaluate_half, jnp.arange(2)).reshape(-1)[:n]
 
 
 class RademacherSampler(AbstractSampler):
     """Random signs: each entry is +1 or -1 with equal probability.
 
-    Real signs also for complex operators. 32 signs are made from one random word. The
-    `dtype` may be an integer one.
+    The signs are real also for complex operators. One random word of 32 bits gives 32
+    signs. The `dtype` may be a signed integer dtype.
 
     !!! Example
 
@@ -253,13 +267,15 @@ class RademacherSampler(AbstractSampler):
         _check_dtype(self, "signed numeric", jnp.signedinteger, jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
-        words = jr.bits(fast(key), (_drawn(-(-n // 32)),), jnp.uint32)
+        # `jr.rademacher` draws a number for each sign, slower than a cheap matvec.
+        words = jr.bits(fast_key(key), (_num_draws(-(-n // 32)),), jnp.uint32)
         minus, plus = jnp.asarray(-1, dtype), jnp.asarray(1, dtype)
 
         def signs(shifts):
             return jnp.where((words >> shifts[:, None]) & 1 == 1, minus, plus)
 
-        return _by_halves(signs, jnp.arange(32, dtype=jnp.uint32), n)
+        # All first bits come first, so the shifts, and not the words, are halved.
+        return _evaluate_in_halves(signs, jnp.arange(32, dtype=jnp.uint32), n)
 
 
 class NormalSampler(AbstractSampler):
@@ -284,8 +300,8 @@ class NormalSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        normal = jr.normal(fast(key), (_drawn(n),), dtype)
-        return _by_halves(lambda x: x, normal, n)
+        normal = jr.normal(fast_key(key), (_num_draws(n),), dtype)
+        return _evaluate_in_halves(lambda x: x, normal, n)
 
 
 class SphereSampler(AbstractSampler):
@@ -310,8 +326,8 @@ class SphereSampler(AbstractSampler):
         _check_dtype(self, "floating or complex", jnp.inexact)
 
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Inexact[Array, " n"]:
-        normal = jr.normal(fast(key), (_drawn(n),), dtype)[:n]
-        # The sum of n squares may be too large for float16.
+        normal = jr.normal(fast_key(key), (_num_draws(n),), dtype)[:n]
+        # The sum of n squares may overflow in float16.
         norm = jnp.linalg.norm(normal.astype(jnp.promote_types(dtype, jnp.float32)))
         return normal * (n**0.5 / norm).astype(dtype)
 
@@ -320,8 +336,8 @@ class SteinhausSampler(AbstractSampler):
     """Random phases: each entry is uniform on the unit circle. Complex operators only.
 
     For a Hermitian operator one sample has the variance $\\sum_{i \\ne j} |a_{ij}|^2$.
-    With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$: twice that if
-    the matrix is real, less if it is mostly imaginary.
+    With random signs it is $2 \\sum_{i \\ne j} (\\mathrm{Re}\\, a_{ij})^2$, twice as much
+    if the matrix is real, and less if it is mostly imaginary.
 
     !!! Example
 
@@ -362,13 +378,13 @@ class SteinhausSampler(AbstractSampler):
                 f"{dtype}. Use `RademacherSampler` for a real operator."
             )
         angle = jr.uniform(
-            fast(key), (_drawn(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi
+            fast_key(key), (_num_draws(n),), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi
         )
 
         def phases(angle):
             return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
-        return _by_halves(phases, angle, n)
+        return _evaluate_in_halves(phases, angle, n)
 
 
 for _sampler in (RademacherSampler, NormalSampler, SphereSampler, SteinhausSampler):
@@ -378,7 +394,7 @@ for _sampler in (RademacherSampler, NormalSampler, SphereSampler, SteinhausSampl
 
 **Raises:**
 
-`ValueError` for a dtype of another kind than the distribution has: floating or complex,
-for `SteinhausSampler` complex, for `RademacherSampler` also signed integer. `TypeError`
-for what is no dtype.
+`ValueError` for a dtype that the distribution does not have. `NormalSampler` and
+`SphereSampler` have floating and complex dtypes, `SteinhausSampler` complex ones,
+`RademacherSampler` signed integer ones too. `TypeError` for an object that is no dtype.
 """

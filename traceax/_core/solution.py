@@ -1,3 +1,11 @@
+"""Answers: the `Estimate` that estimators return, and the `Solution` that calls make of
+it, with its confidence intervals.
+
+For a sampling error e = q std_err, with the quantile q of `sampling_quantiles`, an
+interval is [L - e, U + e]. L and U are `value`, or for functions of operators the bounds
+in `stats`, which allow for the errors of quadrature and rounding; each has its own e.
+"""
+
 import dataclasses
 import functools as ft
 from collections.abc import Callable
@@ -14,34 +22,41 @@ from .moments import sampling_quantiles
 from .results import RESULTS
 
 
+# Up to this confidence measurements support the estimate of the quadrature error in
+# `stats["bounds"]`.
+_TESTED_CONFIDENCE = 0.95
+
+
 class Estimate(eqx.Module):
-    """What an estimator returns: the estimate, its standard error, and how it was made.
+    """The result of an estimator: the estimate, its standard error, and statistics.
 
     - `value`: the estimate, real or complex, of the shape that the quantity reads, for a
         trace `()`. The only field that carries derivatives.
-    - `std_err`: its standard error, of the same shape, real.
-    - `samples`: the per-sample estimates, shape `(m,)`, of which `value` is the mean, if
-        that is a scalar; else None.
-    - `num_matvecs`: products with the operator, an integer, which may be traced.
+    - `std_err`: its standard error, real, of the shape of `value`.
+    - `samples`: the per-sample estimates, shape `(m,)`, if `value` is a scalar, which is
+        their mean; else None.
+    - `num_matvecs`: the number of matrix-vector products with the operator, an integer,
+        which may be traced.
     - `rounding`: relative size of rounding errors in `value`, a Python number; 0 for
         exact answers.
-    - `magnitude`: what they are relative to, if it is larger than `value`: of its shape,
-        or of shape `()`.
-    - `unresolved`: about how far else rounding may have moved `value`, of its shape;
-        `bounds` count it already.
+    - `magnitude`: the size that `rounding` is relative to, if it is larger than `value`;
+        of the shape of `value`, or of shape `()`.
+    - `unresolved`: further rounding error of `value`, of its shape, already counted in
+        `bounds`.
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
-    - `state`: of the loop, if there is one.
-    - `num_samples`: how many samples there are, needed where `samples` is None.
-    - `skewness`: theirs, of the shape of `value`, if `samples` is None; None if 0.
-    - `probes`: a function that makes the probes, shape `(n, p)`, from whose products the
-        derivative of `value` is made; the mean of their outer products is the identity.
-    - `bounds`: bounds of what `value` would be without quadrature error and rounding,
-        for the same samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar:
-        the lower one with its standard error, and the upper one with its own; None if
-        there are no such errors, beside `rounding`.
-    - `proven_bounds`: the same without an estimate of the quadrature error; None if they
-        are as far apart as `bounds`.
+    - `state`: the state of the adaptive loop, if there is one.
+    - `num_samples`: the number of samples, needed where `samples` is None.
+    - `skewness`: the skewness of the samples, of the shape of `value`, if `samples` is
+        None; None if it is 0.
+    - `probes`: a function that returns probes of shape `(n, p)`, whose matvecs give the
+        derivative of `value`; the mean of their outer products is the identity.
+    - `bounds`: bounds of `value` without quadrature error and rounding, for the same
+        samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar: the lower
+        bound with its standard error, and the upper bound with its own. None if there is
+        no such error but `rounding`.
+    - `proven_bounds`: bounds that do not rely on an estimate of the quadrature error;
+        None if they are the same as `bounds`.
     """
 
     value: Inexact[Array, "*q"]
@@ -63,7 +78,7 @@ class Estimate(eqx.Module):
     def map_bounds(
         self, fn: Callable[[Real[Array, "2 2 *q"]], Real[Array, "2 2 *q"]]
     ) -> "Estimate":
-        """The same with `fn` of either kind of bounds, where there are any."""
+        """The estimate with `fn` applied to both kinds of bounds, where there are any."""
         kinds = {"bounds": self.bounds, "proven_bounds": self.proven_bounds}
         return dataclasses.replace(
             self, **{name: fn(x) for name, x in kinds.items() if x is not None}
@@ -94,26 +109,27 @@ class Solution(eqx.Module):
         operator's dtype (float32 for operators in bfloat16 or float16); real for norms,
         log-determinants and traces of functions of Hermitian operators.
     - `std_err`: the standard error of `value`, real, of its structure and in its units.
-        `inf` where one sample leaves it unknown; 0 where the value is exact, but for
+        It is `inf` if there is only one sample, and 0 if the value is exact, except for
         `trace_difference` and `gaussian_log_prob`, which count rounding then too.
     - `result`: a [`traceax.RESULTS`][] member; `RESULTS[result]` is its message.
-    - `successful`: whether that is `RESULTS.successful`, a boolean array of shape `()`.
-    - `stats`: a dictionary. `"num_matvecs"` is the number of products with the
-        operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean is
-        `value`; for norms it is a power of `value`, and for `log_trace_exp` `value` is
-        the logarithm of the mean of their exponentials. Where `value` is not a scalar,
-        there is their number m instead, `"num_samples"`, and where they are skewed
-        `"skewness"`, of the structure of `value`. `"std.err"` is the standard
-        error again, under the name that traceax 1.0 gave it. Functions of operators (but
+    - `successful`: whether `result` is `RESULTS.successful`, a boolean array of shape
+        `()`.
+    - `stats`: a dictionary. `"num_matvecs"` is the number of matrix-vector products with
+        the operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean
+        is `value`; for norms it is a power of `value`, and for `log_trace_exp` `value`
+        is the logarithm of the mean of their exponentials. Where `value` is not a
+        scalar, `"num_samples"`, the number m, takes their place, and for skewed samples
+        `"skewness"`, of the structure of `value`. `"std.err"` is the standard error
+        again, under the name that traceax 1.0 gave it. Functions of operators (except
         for log-determinants that are known from the structure) have `"bounds"`, shape
-        `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of what `value`
-        would be without quadrature error and rounding, for the same probes, with its
-        standard error; and an upper bound with its own. Estimators may add entries, which
-        their documentation describes.
-    - `state`: with an adaptive budget, what a further call goes on from; `None` for a
-        fixed one.
+        `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of `value`
+        without quadrature error and rounding, for the same probes, with its standard
+        error; and an upper bound with its own. Estimators may add entries, which their
+        documentation describes.
+    - `state`: with an adaptive budget, the state from which a further call continues;
+        `None` for a fixed budget.
 
-    Only `value` carries derivatives; those of the other fields are zero.
+    Only `value` carries derivatives; the derivatives of the other fields are zero.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -133,12 +149,12 @@ class Solution(eqx.Module):
         number of samples, above 95% widened for the skewness of the samples. For
         functions of operators, log-determinants and Schatten norms it is added at both
         ends of `stats["bounds"]`, each with its own standard error. The quadrature error
-        in these is an estimate, which measurements support for intervals of up to 95%.
-        For more confidence, or with `proven=True`, `stats["proven_bounds"]` take their
-        place, in which no error is estimated where bounds are known. They may be far
-        apart, and one of them is infinite where the function is infinite at zero and the
-        operator cannot be told from a singular one. Look at `result` first: where a call
-        failed, the interval means nothing.
+        in these bounds is an estimate, which measurements support for intervals of up to
+        95%. For more confidence, or with `proven=True`, `stats["proven_bounds"]` take
+        their place, in which no error is estimated where bounds are known. They may be
+        far apart. One of them is infinite where the function is infinite at zero and the
+        operator cannot be told from a singular one. Look at `result` first: if a call
+        failed, its interval is meaningless.
 
         !!! Example
 
@@ -157,58 +173,68 @@ class Solution(eqx.Module):
 
         **Arguments:**
 
-        - `confidence`: the probability with which the truth is to be inside, between 0
-            and 1; a number or a scalar array, which may be traced.
-        - `proven`: whether to take the bounds that are proven. Default: where
-            `confidence` is above 0.95.
+        - `confidence`: the probability with which the interval covers the true value,
+            between 0 and 1; a number or a scalar array, which may be traced.
+        - `proven`: whether to use `stats["proven_bounds"]`. Default: if `confidence` is
+            above 0.95.
 
         **Returns:**
 
-        Lower and upper end, each of the structure of `value`. Entries of a diagonal have
-        an interval each, and so have the real and the imaginary part of a complex value.
+        The lower and the upper end, each of the structure of `value`. Each entry of a
+        diagonal has its own interval, and so have the real and the imaginary part of a
+        complex value.
 
         **Raises:**
 
-        `TypeError` for a `confidence` that is no number, `ValueError` for one that is not
-        between 0 and 1, or an `equinox` run-time error where it is traced. `ValueError`
-        for a batch of solutions.
+        `TypeError` for a `confidence` that is no number. `ValueError` for a `confidence`
+        that is not between 0 and 1, or an `equinox` run-time error if it is traced.
+        `ValueError` for a batch of solutions.
         """
         names = "bounds", "proven_bounds", "samples", "num_samples", "skewness"
-        known = {name: self.stats[name] for name in names if name in self.stats}
-        dimensions = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
-        shapes = {name: jnp.shape(self.stats.get(name, 0)) for name in dimensions}
-        if any(len(shapes[name]) > least for name, least in dimensions.items()):
+        stats = {name: self.stats[name] for name in names if name in self.stats}
+        # Entries that have more axes than those of one solution belong to a batch, whose
+        # samples would be taken for those of one mean.
+        num_axes = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
+        if any(jnp.ndim(self.stats.get(name, 0)) > n for name, n in num_axes.items()):
             raise ValueError(
                 "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
                 "solution: solution.interval())(solutions)`."
             )
-        answer = jax.lax.stop_gradient((self.value, self.std_err, known))
-        return _interval(*answer, _checked(confidence), proven)
+        value, std_err, stats = jax.lax.stop_gradient((self.value, self.std_err, stats))
+        return _interval(
+            value=value,
+            std_err=std_err,
+            stats=stats,
+            confidence=_check_confidence(confidence),
+            proven=proven,
+        )
 
     @property
     def successful(self) -> Bool[Array, "..."]:
-        """Whether the call succeeded; of a batch of solutions, an array."""
+        """Whether the call succeeded; an array for a batch of solutions."""
         return self.result == RESULTS.successful
 
     @property
     def details(self) -> str:
-        """What the numbers of a failed call say, beside the message of its result."""
+        """A sentence with the numbers of a failed call, which follows the message of its
+        result."""
         if self.result == RESULTS.max_matvecs_reached:
             reached = ""
             if eqx.is_array(self.value) and self.value.ndim == 0:
                 reached = f"{self.value} with a standard error of {self.std_err} after "
-            return f"Reached {reached}{self.stats['num_matvecs']} products."
+            return f"Reached {reached}{self.stats['num_matvecs']} matvecs."
         if "ritz_values" in self.stats:
             smallest, largest = self.stats["ritz_values"]
             return f"Found Ritz values from {smallest} to {largest}."
         return ""
 
 
-def _checked(confidence: Any) -> Array:
+def _check_confidence(confidence: Any) -> Array:
+    """Convert a probability to an array, or raise unless it is between 0 and 1."""
     fix = "Pass, for example, 0.95."
     if isinstance(confidence, Tracer):
-        inside = (confidence > 0) & (confidence < 1)
-        return eqx.error_if(confidence, ~inside, "`confidence` must be between 0 and 1.")
+        valid = (confidence > 0) & (confidence < 1)
+        return eqx.error_if(confidence, ~valid, "`confidence` must be between 0 and 1.")
     if not eqx.is_array_like(confidence) or isinstance(confidence, bool | complex):
         raise TypeError(
             f"`confidence` must be a number between 0 and 1. Found {confidence!r} of "
@@ -227,25 +253,28 @@ def _checked(confidence: Any) -> Array:
 def _interval(
     value: PyTree[Array],
     std_err: PyTree[Array],
-    known: dict[str, Any],
+    stats: dict[str, Any],
     confidence: Array,
     proven: bool | None,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
-    quantiles = sampling_quantiles(confidence, value, known)
-    by_proof = confidence > 0.95 if proven is None else jnp.asarray(proven)
+    quantiles = sampling_quantiles(confidence, value, stats)
+    use_proven = (
+        confidence > _TESTED_CONFIDENCE if proven is None else jnp.asarray(proven)
+    )
 
-    def end(side, value, std_err, quantile, bounds=None):
-        beyond = 0
+    def endpoint(side, value, std_err, quantile, bounds=None):
+        distance = 0
         if bounds is not None:
             bound, std_err = bounds[0] if side < 0 else bounds[1]
-            beyond = jnp.maximum(side * (bound - value.real), 0)
-            beyond = jnp.where(bound == value.real, 0, beyond)  # if both are infinite
-        half = side * (beyond + quantile.astype(std_err.dtype) * std_err)
+            # A bound on the other side of the value must not narrow the interval.
+            distance = jnp.maximum(side * (bound - value.real), 0)
+            distance = jnp.where(bound == value.real, 0, distance)  # inf - inf is NaN
+        half = side * (distance + quantile.astype(std_err.dtype) * std_err)
         return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
 
-    leaves = [value, std_err, quantiles]
-    if "bounds" in known:
-        both = known["proven_bounds"], known["bounds"]
-        leaves.append(jax.tree.map(ft.partial(jnp.where, by_proof), *both))
-    low, high = (jax.tree.map(ft.partial(end, side), *leaves) for side in (-1, 1))
+    trees = [value, std_err, quantiles]
+    if "bounds" in stats:
+        select = ft.partial(jnp.where, use_proven)
+        trees.append(jax.tree.map(select, stats["proven_bounds"], stats["bounds"]))
+    low, high = (jax.tree.map(ft.partial(endpoint, side), *trees) for side in (-1, 1))
     return low, high

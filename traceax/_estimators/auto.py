@@ -1,3 +1,5 @@
+"""The choice of a trace estimator from the operator's tags and the budget."""
+
 from typing import ClassVar
 
 import lineax as lx
@@ -24,13 +26,13 @@ def select_trace_estimator(
 ) -> AbstractEstimator:
     """The estimator that [`traceax.AutoTraceEstimator`][] uses for `operator` and `k`.
 
-    1. [`traceax.ExactTraceEstimator`][] where at most `k` products give the exact trace;
-    2. [`traceax.XNysTraceEstimator`][] where the operator is tagged positive or negative
+    1. [`traceax.ExactTraceEstimator`][] if the exact trace needs at most `k` matvecs;
+    2. [`traceax.XNysTraceEstimator`][] if the operator is tagged positive or negative
        semidefinite;
     3. [`traceax.XTraceEstimator`][] for any other operator;
-    4. [`traceax.HutchinsonEstimator`][] for those if `k` is 1.
+    4. [`traceax.HutchinsonEstimator`][] for any other operator if `k` is 1.
 
-    It makes no product.
+    The choice itself makes no matvec.
 
     !!! Example
 
@@ -48,8 +50,8 @@ def select_trace_estimator(
 
     - `operator`: a square `lineax` operator.
     - `k`: the budget of matrix-vector products, a Python integer. For a
-        [`traceax.Adaptive`][] pass its `round_size`: the choice is made by that, and not
-        by `max_k`.
+        [`traceax.Adaptive`][] pass its `round_size`: the choice depends on that, and not
+        on `max_k`.
 
     **Returns:**
 
@@ -70,6 +72,8 @@ def select_trace_estimator(
 
 
 def _select(sign: int, k: int) -> AbstractEstimator:
+    # The sign is 1 or -1 for an operator that is tagged semidefinite, else 0. XNysTrace
+    # comes first, since its basis is twice the size of XTrace's for the same k.
     if sign != 0:
         return XNysTraceEstimator()
     if k >= XTraceEstimator.min_matvecs:
@@ -78,12 +82,12 @@ def _select(sign: int, k: int) -> AbstractEstimator:
 
 
 class AutoTraceEstimator(AbstractEstimator):
-    """Picks an estimator from the operator's tags and the budget, before any product.
+    """Chooses an estimator from the operator's tags and the budget, before any matvec.
 
-    The choice is that of [`traceax.select_trace_estimator`][], for `k` or, with
-    [`traceax.Adaptive`][], for its `round_size`, whatever `max_k` is. Cost and memory are
-    those of the estimator that is chosen: at most `k` products, and from one block of
-    probes to `3.2 k` vectors of length n.
+    [`traceax.select_trace_estimator`][] makes the choice, for `k` or, with
+    [`traceax.Adaptive`][], for its `round_size`; `max_k` does not matter. The chosen
+    estimator determines cost and memory: at most `k` matvecs, and between one block of
+    probes and `3.2 k` vectors of length n.
 
     !!! Example
 
@@ -110,8 +114,9 @@ class AutoTraceEstimator(AbstractEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        chosen = _select(operator.sign, first_budget(k))
-        return chosen.measure(quantity, operator, k, key, execution)
+        # A number `k`, or the size of the first round: the last round is not known yet.
+        estimator = _select(operator.sign, first_budget(k))
+        return estimator.measure(quantity, operator, k, key, execution)
 
 
 AutoTraceEstimator.__init__.__doc__ = "**Arguments:** none."

@@ -4,7 +4,7 @@ With Q an orthonormal basis of `A Omega` for m probes, and g other probes `omega
 
     A ~ Q Q* A + (1/g) sum_j (I - Q Q*) A omega_j omega_j*,
 
-of which the diagonal is read.
+of which the diagonal, or another linear quantity, is read.
 
 In the code: Q is `basis`, `A* Q` is `adjoint_images`, the `omega_j` are `sample_probes`,
 and `(I - Q Q*) A omega_j` are `images`.
@@ -86,6 +86,8 @@ class DiagPlusPlusEstimator(AbstractSketchEstimator):
         k: int,
         eps: float,
     ) -> Sketch:
+        # Q takes 2m matvecs, m of them with the adjoint, and the other probes take g. The
+        # split into thirds is that of Hutch++.
         m = k // 3
         g = k - 2 * m
         products, scale = normalise(matmat(probes[:, :m]))

@@ -1,3 +1,5 @@
+"""The exact trace, `sum_i e_i* A e_i` over the unit vectors `e_i`, as an estimator."""
+
 from typing import ClassVar
 
 from jaxtyping import PRNGKeyArray
@@ -12,13 +14,13 @@ from .base import AbstractEstimator
 
 
 class ExactTraceEstimator(AbstractEstimator):
-    """The trace itself, without randomness.
+    """The exact trace, without randomness.
 
-    Where lineax knows the diagonal (matrix, diagonal, identity and tridiagonal
-    operators, their sums and multiples, products of diagonal ones) it is summed, and no
-    product is made. Otherwise `n` products with unit vectors are made, and one block of
-    them is held at a time: pass `k >= n`. `std_err` is 0. Every estimator does this
-    when its budget is `k >= n`.
+    If lineax knows the diagonal, it is summed without any matvec. It does for matrix,
+    diagonal, identity and tridiagonal operators, their sums and multiples, and products
+    of diagonal ones. Otherwise the cost is `n` matvecs with unit vectors, of which one
+    block is held in memory at a time: pass `k >= n`. `std_err` is 0. Every estimator
+    does the same when its budget is `k >= n`.
 
     !!! Example
 
@@ -34,7 +36,7 @@ class ExactTraceEstimator(AbstractEstimator):
 
     **Raises:**
 
-    `ValueError` if `k` is smaller than the number of products needed.
+    `ValueError` if `k` is smaller than the number of matvecs needed.
     """
 
     min_matvecs: ClassVar[int] = 1
@@ -49,6 +51,8 @@ class ExactTraceEstimator(AbstractEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        # An adaptive budget sets the cost of the exact answer aside, and then counts it
+        # separately from `max_k`.
         budget = largest_budget(k)
         if isinstance(k, Budget) and k.exact_cost is not None:
             budget = max(budget, k.exact_cost)

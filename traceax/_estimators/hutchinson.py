@@ -1,3 +1,16 @@
+"""The Girard-Hutchinson estimator, for probes with `E[omega omega*] = I`.
+
+    A ~ (1/k) sum_i A omega_i omega_i*,    tr A ~ (1/k) sum_i omega_i* A omega_i.
+
+In the code: `omega_i` is `probe`. `AbstractStreamingEstimator` takes the mean, and reads
+the trace or another quantity from the pairs `omega_i, A omega_i`.
+
+References: Girard, A fast "Monte-Carlo cross-validation" procedure for large least
+squares problems with noisy data, Numerische Mathematik 56 (1989); Hutchinson, A
+stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines,
+Communications in Statistics - Simulation and Computation 18 (1989).
+"""
+
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -9,15 +22,19 @@ from .base import AbstractStreamingEstimator
 
 class HutchinsonEstimator(AbstractStreamingEstimator):
     r"""Girard-Hutchinson: the mean of $A \omega_i \omega_i^*$ over `k` probes, which is
-    $A$ in expectation. Its trace is the mean of $\omega_i^* A \omega_i$, its diagonal
-    that of $A \omega_i \circ \bar\omega_i$; norms come from the mean of
+    $A$ in expectation.
+
+    The trace is the mean of $\omega_i^* A \omega_i$, and the diagonal is the mean of
+    $A \omega_i \circ \bar\omega_i$. Norms are found from the mean of
     $\|A \omega_i\|^2$.
 
-    For any square operator. It is best for flat spectra, where a basis explains little,
-    and where memory is too small for a basis. The error falls as $1/\sqrt{k}$. For real
-    symmetric $A$ and random signs the variance is $2 (\|A\|_F^2 - \sum_i a_{ii}^2) / k$.
+    It takes any square operator. It is best for flat spectra, where a basis explains
+    little, and if memory is too small for a basis. The error falls as $1/\sqrt{k}$. For
+    real symmetric $A$ and random signs the variance is
+    $2 (\|A\|_F^2 - \sum_i a_{ii}^2) / k$.
 
-    Cost: `k` products, one block of probes of memory.
+    Cost: `k` matvecs, and memory for one block of probes. It needs `k >= 1`; for an error
+    bar, `k >= 2`.
 
     !!! Example
 
@@ -65,5 +82,5 @@ HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
 
 **Raises:**
 
-`TypeError` for a `sampler` that is no [`traceax.AbstractSampler`][].
+`TypeError` for a `sampler` that is not a [`traceax.AbstractSampler`][].
 """

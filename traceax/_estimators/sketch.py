@@ -25,7 +25,7 @@ from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.gradient import attach, attach_derivative, Frame, read_by
+from .._run.gradient import attach, attach_derivative, column_reader, Frame
 from .._run.loop import LoopResult, sum_over_rounds
 from .base import AbstractEstimator, is_skewed, refusal
 
@@ -220,7 +220,7 @@ class AbstractSketchEstimator(AbstractEstimator):
             value = attach_derivative(
                 estimate,
                 lambda: sum_over_rounds(
-                    read_by(quantity),
+                    column_reader(quantity),
                     flat,
                     columns,
                     rounds=loop.rounds,

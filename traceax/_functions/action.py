@@ -15,15 +15,15 @@ from .._krylov.lanczos_recurrence import (
 )
 from .._numerics.dense import eigh, two_norm
 from .._numerics.frechet import divided_differences
-from .._quadrature.domain import outside_domain, slopes_at, values_at
+from .._quadrature.domain import leaves_domain, slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.rules import roundoff
 from .._quadrature.tridiagonal import (
     apply_to_first,
     Compression,
+    drop_last_step,
     radau,
     ritz,
-    shorter,
     tridiagonal,
 )
 
@@ -64,7 +64,7 @@ class Action(eqx.Module):
         """`f(A) v`, or NaN where a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
         ends = jnp.stack([nodes[0], nodes[-1]])
-        outside = outside_domain(self.function, self.operator, ends, jnp.sum(values))
+        outside = leaves_domain(self.function, self.operator, ends, jnp.sum(values))
         values = jnp.where(outside, jnp.nan, values)
         # For the zero vector there is no Krylov space, and f(0) may be infinite.
         first = jnp.where(run.norm > 0, apply_to_first(nodes, vectors, values), 0)
@@ -121,7 +121,7 @@ class Action(eqx.Module):
         rules, ends = radau(compression, below)[None], below[None]
         if not f.bracketed:
             above = -radau(-compression, -nodes[-1] - edge)
-            rules = jnp.stack([*rules, above, shorter(compression)])
+            rules = jnp.stack([*rules, above, drop_last_step(compression)])
             ends = jnp.append(ends, jnp.full_like(ends, jnp.inf, shape=2))
         others = jax.lax.map(lambda rule: first(*rule), (rules, ends))
         reference = apply_to_first(nodes, vectors, values_at(f, nodes, eps))

@@ -10,7 +10,7 @@ from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate
 from .._numerics.dense import determinant_sign, diagonal, eigh, svd, two_norm
-from .._numerics.small_matrix import rounded
+from .._numerics.small_matrix import perturb_entries
 from .._quadrature.domain import check_domain, slopes_at, subgradients_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.singular_functions import SingularLog
@@ -114,7 +114,7 @@ def _of_general_matrix(
 ) -> Estimate:
     with jax.default_matmul_precision("highest"):
         of_matrix, slopes = function.of_matrix(matrix)
-        again, _ = function.of_matrix(rounded(matrix, operator.eps).T)
+        again, _ = function.of_matrix(perturb_entries(matrix, operator.eps).T)
     terms = diagonal(of_matrix)
     value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(again) - terms))
     # Outside of the domain rounding may change anything.

@@ -9,8 +9,8 @@ from .._numerics.dense import eigh, two_norm
 from .._quadrature.domain import slopes_at, used_nodes, values_at
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import gauss_rule
-from .._quadrature.rounding import unresolved_of
-from .._quadrature.rules import bracket_of, integrals, other_nodes, other_rules
+from .._quadrature.rounding import unresolved_error
+from .._quadrature.rules import bracket_of, comparison_nodes, comparison_rules, integrals
 from .._quadrature.tridiagonal import Compression
 
 
@@ -68,7 +68,7 @@ class Deflation(eqx.Module):
         known = eps * jnp.max(jnp.abs(nodes)) * two_norm(weights * slopes)
         seen = jnp.maximum(jnp.abs(jnp.sum(changes)), two_norm(changes))
         rounding = jnp.maximum(seen, known)
-        unresolved = unresolved_of(function, weights, used, values, eps)
+        unresolved = unresolved_error(function, weights, used, values, eps)
         parts = run.matrix, run.coupling, (steps - 1) * b, nodes, vectors
         compression = Compression(*parts)
         numbers = value, size, rounding, unresolved
@@ -87,8 +87,8 @@ class Deflation(eqx.Module):
     def bracket(
         self, function: AbstractSpectralFunction, lower: Real[Array, ""]
     ) -> Real[Array, "2"]:
-        nodes, vectors = eigh(other_rules(function, self.compression, lower))
-        nodes = other_nodes(function, nodes, lower)
+        nodes, vectors = eigh(comparison_rules(function, self.compression, lower))
+        nodes = comparison_nodes(function, nodes, lower)
         others = integrals(map(function, nodes), vectors, self.present)
         # The last block is not deflated, and two more steps go there and back.
         settings = others, self.compression.coupling, 3

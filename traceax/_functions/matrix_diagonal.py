@@ -14,7 +14,7 @@ from .._numerics.dense import eigh, normalise, two_norm
 from .._numerics.frechet import divided_differences
 from .._quadrature.domain import check_domain, slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._quadrature.rounding import moved_by
+from .._quadrature.rounding import changes_under_shift
 from .._run.execution import AbstractExecution
 from .action import first_order_only
 from .all_eigenvalues import bounds_around
@@ -41,7 +41,7 @@ def exact_diagonal_of_function(
     # f has a steep part of less than the size of E, by what that moves its values.
     eps = jnp.finfo(nodes.dtype).eps
     error = eps * jnp.max(jnp.abs(nodes))
-    moved = moved_by(error, function, nodes, values, operator.eps)
+    moved = changes_under_shift(error, function, nodes, values, operator.eps)
     moved = jnp.abs(jnp.stack([*moved, error * slopes]))
     moved = jnp.max(jnp.where(jnp.isfinite(moved), moved, 0), axis=0)
     squares = jnp.abs(vectors) ** 2

@@ -1,3 +1,16 @@
+"""The Arnoldi recurrence for any square A.
+
+From `q_1 = z / ||z||`, step j makes one matvec and one new basis vector,
+
+    h_ij = q_i* A q_j  for i <= j                       (`column`)
+    r = A q_j - sum_i h_ij q_i                          (`residual`)
+    h_(j+1)j = ||r||,   q_(j+1) = r / h_(j+1)j          (`norm`, `following`)
+
+so that after s steps `A Q = Q H + r e_s*` with `H = Q* A Q` upper Hessenberg. Arnoldi,
+Quarterly of Applied Mathematics 9, 1951. Gram-Schmidt is done twice, which is enough
+(Giraud, Langou, Rozloznik and van den Eshof, Numerische Mathematik 101, 2005).
+"""
+
 from collections.abc import Callable
 
 import equinox as eqx
@@ -11,11 +24,11 @@ from .._numerics.gram_schmidt import unit
 class ArnoldiDecomposition(eqx.Module):
     """`A Q = Q H + r e_s*` with `H = Q* A Q` upper Hessenberg, for any square A.
 
-    - `matrix`: H. After a breakdown (an invariant subspace) its columns are 0. So they
-        are too after the last of fewer steps than there is room for.
+    - `matrix`: H. After a breakdown (an invariant subspace) its columns are 0. Entries
+        beyond `last` are filled likewise.
     - `residual`: the norm of r, 0 after a breakdown.
     - `basis`: the columns of Q, as rows; zero after a breakdown.
-    - `norm`: of the start vector, which is `norm * Q e_1`.
+    - `norm`: the norm of the start vector, which is `norm * Q e_1`.
     - `last`: the index of the last column of Q.
     """
 
@@ -27,8 +40,12 @@ class ArnoldiDecomposition(eqx.Module):
 
 
 class ArnoldiState(eqx.Module):
-    """A run that may go on: the next basis vector, the scale of products and the norm of
-    the residual, the basis, and H."""
+    """A run that can be continued.
+
+    - `carry`: q_j, the largest norm of a matvec so far, and the norm of the residual.
+    - `buffers`: the basis vectors so far, as rows, and H.
+    - `norm`: the norm of the start vector.
+    """
 
     carry: tuple[Array, ...]
     buffers: tuple[Inexact[Array, "s n"], Inexact[Array, "s s"]]
@@ -36,7 +53,7 @@ class ArnoldiState(eqx.Module):
 
 
 def arnoldi_start(start: Inexact[Array, " n"], most: int) -> ArnoldiState:
-    """Before the first of at most `most` steps."""
+    """A run of at most `most` steps, before its first step."""
     vector, norm = unit(start)
     zero = jnp.zeros_like(norm)
     basis = jnp.zeros_like(start, shape=(most, start.shape[0]))
@@ -52,37 +69,46 @@ def arnoldi_advance(
     *,
     eps: float,
 ) -> ArnoldiState:
-    """Steps from number `first` on, before number `last`, with one product each. `eps` is
-    the machine epsilon of the products. Steps after a breakdown multiply A by 0. Arnoldi,
-    Quarterly of Applied Mathematics 9, 1951; Gram-Schmidt is done twice, which is enough
-    (Giraud, Langou, Rozloznik and van den Eshof, Numerische Mathematik 101, 2005)."""
+    """The run after the steps from number `first` on, before number `last`, with one
+    matvec each. `eps` is the machine epsilon of the matvecs. Steps after a breakdown
+    multiply A by 0."""
 
     def step(j, state):
         (vector, scale, _), (basis, matrix) = state
         basis = basis.at[j].set(vector)
-        rest = mv(vector)
-        scale = jnp.maximum(scale, unit(rest)[1])
+        residual = mv(vector)
+        scale = jnp.maximum(scale, unit(residual)[1])
         column = jnp.zeros_like(vector, shape=len(basis))
+        # One pass leaves components along the basis where it cancels most of the vector.
         for _ in range(2):
-            coefficients = jnp.matmul(basis.conj(), rest, precision="highest")
-            rest = rest - jnp.matmul(coefficients, basis, precision="highest")
+            coefficients = jnp.matmul(basis.conj(), residual, precision="highest")
+            residual = residual - jnp.matmul(coefficients, basis, precision="highest")
             column = column + coefficients
-        following, norm = unit(rest)
+        following, norm = unit(residual)
+        # The direction of a residual at rounding level is random: going on with it would
+        # break the relation above, so the run continues with zeros.
         alive = ~(norm <= eps * scale)
         following = jnp.where(alive, following, 0)
         norm = jnp.where(alive, norm, 0)
-        # Where there is no further row, that entry is the residual.
+        # In the last column there is no such row: the entry is the residual.
         column = column.at[j + 1].set(norm.astype(column.dtype), mode="drop")
         return (following, scale, norm), (basis, matrix.at[:, j].set(column))
 
-    part = (state.carry, state.buffers)
-    carry, buffers = jax.lax.fori_loop(first, last, step, part)
+    carry, buffers = jax.lax.fori_loop(first, last, step, (state.carry, state.buffers))
     return ArnoldiState(carry, buffers, state.norm)
 
 
 def arnoldi_run(state: ArnoldiState, steps: Int[Array, ""] | int) -> ArnoldiDecomposition:
-    """What `steps` steps have found, all that were made."""
+    """The decomposition after `steps` steps, which is how many the run has made."""
     (_, _, residual), (basis, matrix) = state.carry, state.buffers
-    made = jnp.arange(len(matrix)) < steps
-    matrix = jnp.where(made[:, None], matrix, 0)
-    return ArnoldiDecomposition(matrix, residual, basis, state.norm, steps - 1)
+    # With fewer steps than columns, the norm of the residual is in row `steps` of H, and
+    # is no entry of `Q* A Q`.
+    is_step = jnp.arange(len(matrix)) < steps
+    matrix = jnp.where(is_step[:, None], matrix, 0)
+    return ArnoldiDecomposition(
+        matrix=matrix,
+        residual=residual,
+        basis=basis,
+        norm=state.norm,
+        last=steps - 1,
+    )

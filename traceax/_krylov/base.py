@@ -1,16 +1,22 @@
+"""The interface of Krylov methods, which compute quadratic forms `z* f(A) z`."""
+
 import abc
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.flat import FlatOperator
-from .._quadrature.functions import AbstractSpectralFunction
+from .._quadrature.base import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
 
 
 class AbstractKrylovMethod(eqx.Module):
-    """How quadratic forms $z^* f(A) z$ are made of products: pass it to
-    [`traceax.SLQEstimator`][].
+    """A method that computes quadratic forms $z^* f(A) z$ from matrix-vector products.
+    Pass it to [`traceax.SLQEstimator`][].
+
+    A run from a probe z is a PyTree of arrays. `start` makes it, `advance` makes steps,
+    and `read` returns the quadratic form after the steps so far. So the number of steps
+    can be chosen while a run goes on.
 
     !!! Example
 
@@ -49,19 +55,20 @@ class AbstractKrylovMethod(eqx.Module):
 
     **Attributes:**
 
-    - `products_per_step`: products with the operator, or its adjoint, in a step.
+    - `products_per_step`: the number of matvecs in a step, with the operator or its
+        adjoint.
     """
 
     products_per_step: eqx.AbstractClassVar[int]
 
     @abc.abstractmethod
     def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
-        """Whether it can make this function of this operator.
+        """Whether the method applies to this function of this operator.
 
         **Arguments:**
 
-        - `operator`: A, as a map of flat vectors, of which `operator.hermitian` says
-            whether it is known to be Hermitian.
+        - `operator`: A, as a map of flat vectors. `operator.hermitian` says whether it is
+            known to be Hermitian.
         - `function`: f.
 
         **Returns:**
@@ -73,17 +80,17 @@ class AbstractKrylovMethod(eqx.Module):
     def start(
         self, operator: FlatOperator, probe: Inexact[Array, " n"], most: int
     ) -> PyTree[Array]:
-        """A run, before its first step.
+        """A run, before its first step. No matvec is made.
 
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors, constant to derivatives.
-        - `probe`: z, of shape `(n,)`.
-        - `most`: the largest number of steps, for which room is made.
+        - `probe`: z, of shape `(n,)` and the dtype of the operator.
+        - `most`: the largest number of steps, a Python integer: the size of the buffers.
 
         **Returns:**
 
-        A PyTree of arrays.
+        A PyTree of arrays, whose shapes and dtypes stay the same as steps are made.
         """
 
     @abc.abstractmethod
@@ -94,13 +101,14 @@ class AbstractKrylovMethod(eqx.Module):
         first: Int[Array, ""] | int,
         last: Int[Array, ""] | int,
     ) -> PyTree[Array]:
-        """The run after some more steps, of `products_per_step` products each.
+        """The run after more steps, of `products_per_step` matvecs each.
 
         **Arguments:**
 
         - `operator`: A.
-        - `state`: of the run, after `first` steps.
-        - `first`, `last`: how many steps have been made, and are to be; may be traced.
+        - `state`: the run after `first` steps.
+        - `first`, `last`: the number of steps before and after this call, integers that
+            may be traced.
 
         **Returns:**
 
@@ -117,21 +125,22 @@ class AbstractKrylovMethod(eqx.Module):
         lower_bound: Real[Array, ""] | float | None,
         columns: int,
     ) -> QuadraticForm:
-        """The quadratic form, from no further product.
+        """The quadratic form, without a further matvec.
 
         **Arguments:**
 
         - `operator`: A.
-        - `state`: of the run.
-        - `steps`: how many steps have been made; may be traced.
+        - `state`: the run.
+        - `steps`: the number of steps that the run has made, an integer that may be
+            traced.
         - `function`: f.
-        - `lower_bound`: a number not above the smallest eigenvalue, or singular value for
-            a function of those; `None` if none is known.
-        - `columns`: how many rows `left` and `right` may have.
+        - `lower_bound`: a lower bound of the eigenvalues, or of the singular values for a
+            function of singular values, of shape `()`; `None` if none is known.
+        - `columns`: the largest number of rows of `left` and `right`.
 
         **Returns:**
 
-        A `QuadraticForm` of `traceax.internal`.
+        A `traceax.internal.QuadraticForm`.
         """
 
     def form(
@@ -144,18 +153,21 @@ class AbstractKrylovMethod(eqx.Module):
         columns: int,
         steps: Int[Array, ""] | int | None = None,
     ) -> QuadraticForm:
-        """One quadratic form, by all of the above.
+        """One quadratic form, from `start`, `advance` and `read`. Cost: `steps` times
+        `products_per_step` matvecs.
 
         **Arguments:**
 
-        - `operator`, `probe`, `function`, `most`, `lower_bound`, `columns`: as above.
-        - `steps`: how many of `most` steps are to be made; by default all.
+        - `operator`, `probe`, `function`, `most`, `lower_bound`, `columns`: as for the
+            other methods.
+        - `steps`: the number of steps to make, at most `most`, which is the default.
 
         **Returns:**
 
-        A `QuadraticForm` of `traceax.internal`.
+        A `traceax.internal.QuadraticForm`.
         """
         steps = most if steps is None else steps
+        # By position: parameters of a user's method may have other names.
         state = self.start(operator, probe, most)
         state = self.advance(operator, state, 0, steps)
         return self.read(operator, state, steps, function, lower_bound, columns)

@@ -1,3 +1,17 @@
+"""Golub-Kahan bidiagonalisation of an m by n operator A.
+
+From `v_1 = z / ||z||`, step j makes a matvec with A and one with A*,
+
+    alpha_j u_j     = A v_j - beta_(j-1) u_(j-1)       (`alpha`, `left`)
+    beta_j v_(j+1)  = A* u_j - alpha_j v_j             (`beta`, `vector`)
+
+so that after s steps `A V = U B` and `A* U = V B* + beta_s v_(s+1) e_s*`, with B upper
+bidiagonal, alpha on its diagonal (`diagonal`) and beta above it (`above`). `B* B` is the
+tridiagonal matrix of Lanczos for `A* A`, which is never formed. Golub and Kahan, SIAM J.
+Numer. Anal. 2, 1965; the upper bidiagonal variant is as in Paige and Saunders, ACM TOMS
+8, 1982.
+"""
+
 from collections.abc import Callable
 
 import equinox as eqx
@@ -6,21 +20,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._numerics.gram_schmidt import dot, orthogonalise, put_row, unit
-from .lanczos_recurrence import cut
+from .lanczos_recurrence import move_residual_to_end
 
 
 class Bidiagonalisation(eqx.Module):
     """`A V = U B` and `A* U = V B* + r e_s*` with B upper bidiagonal, for any A of shape
     (m, n).
 
-    - `diagonal`, `above`: of B; the last of `above` is the norm of r. After a breakdown
-        (an invariant subspace) `above` is 0, and `diagonal` repeats its first entry. So
-        it is too after the last of fewer steps than there is room for.
-    - `projected_diagonal`, `projected_above`: what `diagonal` and `above[:-1]` are
-        but for rounding errors of the products, measured from the other side:
-        `v_j* A* u_j` and `u_j* A v_(j+1)`, where those are from `A v_j` and `A* u_j`.
+    - `diagonal`, `above`: the entries of B on and above the diagonal; the last one of
+        `above` is the norm of r. After a breakdown (an invariant subspace) `above` is 0,
+        and `diagonal` repeats its first entry. Entries beyond `last` are filled likewise.
+    - `projected_diagonal`, `projected_above`: `diagonal` and `above[:-1]` again, from the
+        other matvec: `v_j* A* u_j` computed with `A* u_j`, and `u_j* A v_(j+1)` computed
+        with `A v_(j+1)`, where the first ones are computed with `A v_j` and `A* u_j`. The
+        two differ by rounding errors of the matvecs only.
     - `left`, `right`: the columns of U and V, as rows; zero after a breakdown.
-    - `norm`: of the start vector, which is `norm * V e_1`.
+    - `norm`: the norm of the start vector, which is `norm * V e_1`.
     - `last`: the index of the last column of V.
     """
 
@@ -35,7 +50,13 @@ class Bidiagonalisation(eqx.Module):
 
 
 class GolubKahanState(eqx.Module):
-    """A run that may go on, as `LanczosState`."""
+    """A run that can be continued.
+
+    - `carry`: v_j, u_(j-1), beta_(j-1), and the largest entry of B so far.
+    - `buffers`: the left and the right basis vectors so far, as rows, and alpha, beta and
+        their projected values, as columns.
+    - `norm`: the norm of the start vector.
+    """
 
     carry: tuple[Array, ...]
     buffers: tuple[Inexact[Array, "s m"], Inexact[Array, "s n"], Real[Array, "s 4"]]
@@ -45,9 +66,10 @@ class GolubKahanState(eqx.Module):
 def golub_kahan_start(
     mv: Callable[[Array], Array], start: Inexact[Array, " n"], most: int
 ) -> GolubKahanState:
-    """Before the first of at most `most` steps."""
+    """A run of at most `most` steps, before its first step."""
     vector, norm = unit(start)
     rights = jnp.zeros_like(start, shape=(most, start.shape[0]))
+    # There is no left vector before the first one; its coupling beta_0 is 0.
     previous = jnp.zeros_like(start, shape=jax.eval_shape(mv, start).shape)
     lefts = jnp.zeros_like(start, shape=(most, *previous.shape))
     entries = jnp.zeros_like(norm, shape=(most, 4))
@@ -66,54 +88,56 @@ def golub_kahan_advance(
     window: int | None = None,
     eps: float,
 ) -> GolubKahanState:
-    """Steps of bidiagonalisation from number `first` on, before number `last`, each with
-    a product with A and one with its adjoint. `window` and `eps` as for `lanczos`. Golub
-    and Kahan, SIAM J. Numer. Anal. 2, 1965; lower-to-upper variant as in Paige and
-    Saunders, ACM TOMS 8, 1982."""
+    """The run after the steps from number `first` on, before number `last`, each with a
+    matvec with A and one with its adjoint. `window` and `eps` are as for `lanczos`."""
     dtype = state.carry[0].dtype
 
     def split(x, rows, last, near, scale):
-        x, norm = orthogonalise(x, (rows,), last, window, [near])
+        """The direction and the norm of x, orthogonalised against `rows`; zeros where the
+        norm is at rounding level, since a direction made of rounding is random."""
+        x, norm = orthogonalise(x, (rows,), last, window, near=[near])
         alive = ~(norm <= eps * scale)
         return jnp.where(alive, x, 0), jnp.where(alive, norm, 0)
 
     def step(j, state):
         (vector, previous, beta, scale), (lefts, rights, entries) = state
         (rights,) = put_row((rights,), vector, j)
-        product = mv(vector)
-        projected_beta = dot(previous, product).real
-        rest = product - beta.astype(dtype) * previous
-        left, alpha = split(rest, lefts, j - 1, previous, scale)
+        image = mv(vector)
+        projected_beta = dot(previous, image).real
+        residual = image - beta.astype(dtype) * previous
+        left, alpha = split(residual, lefts, j - 1, previous, scale)
         scale = jnp.maximum(scale, alpha)
         (lefts,) = put_row((lefts,), left, j)
-        product = adjoint_mv(left)
-        projected_alpha = dot(vector, product).real
-        rest = product - alpha.astype(dtype) * vector
-        vector, beta = split(rest, rights, j, vector, scale)
+        image = adjoint_mv(left)
+        projected_alpha = dot(vector, image).real
+        residual = image - alpha.astype(dtype) * vector
+        vector, beta = split(residual, rights, j, vector, scale)
         scale = jnp.maximum(scale, beta)
-        found = jnp.stack([alpha, beta, projected_alpha, projected_beta])
-        entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], found, entries)
+        new = jnp.stack([alpha, beta, projected_alpha, projected_beta])
+        # A comparison in place of a scatter saves kernels.
+        entries = jnp.where((jnp.arange(len(entries)) == j)[:, None], new, entries)
         return (vector, left, beta, scale), (lefts, rights, entries)
 
-    part = (state.carry, state.buffers)
-    carry, buffers = jax.lax.fori_loop(first, last, step, part)
+    carry, buffers = jax.lax.fori_loop(first, last, step, (state.carry, state.buffers))
     return GolubKahanState(carry, buffers, state.norm)
 
 
 def golub_kahan_run(
     state: GolubKahanState, steps: Int[Array, ""] | int
 ) -> Bidiagonalisation:
-    """What `steps` steps have found, all that were made."""
+    """The decomposition after `steps` steps, which is how many the run has made."""
     lefts, rights, entries = state.buffers
     diagonal, above, projected_diagonal, projected_above = entries.T
     last = steps - 1
-    above = cut(above, last)
-    # After a breakdown all of them are 0.
+    above = move_residual_to_end(above, last)
+    # After a breakdown the diagonal would be 0, where f may be infinite. Its first entry
+    # is inside the domain, and what it changes has no weight.
     broken = jnp.append(False, above[:-1] == 0)
     return Bidiagonalisation(
         diagonal=jnp.where(broken, diagonal[0], diagonal),
         above=above,
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
+        # A step computes the projected coupling of the step before it.
         projected_above=projected_above[1:],
         left=lefts,
         right=rights,

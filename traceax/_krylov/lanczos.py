@@ -1,3 +1,21 @@
+"""Stochastic Lanczos quadrature: quadratic forms of a Hermitian A by Lanczos.
+
+With `A V = V T + beta_s v_(s+1) e_s*` from the probe z, and the eigenpairs
+`(theta_j, y_j)` of T (`nodes`, `vectors`), the Gauss rule is
+
+    z* f(A) z ~ ||z||^2 e_1* f(T) e_1 = ||z||^2 sum_j |y_1j|^2 f(theta_j)    (`value`)
+
+with ||z||^2 (`square`) and |y_1j|^2 (`weights`). Its derivative in a direction dA is that
+of `e_1* f(T) e_1` for `dT = V* dA V`: with the divided differences F_ij of f at the nodes
+(`differences`)
+
+    ||z||^2 sum_ij y_1i F_ij y_1j (V y_i)* dA (V y_j)                (`left`, `right`).
+
+Golub and Meurant, Matrices, Moments and Quadrature with Applications, 2010, chapters 6
+and 7; Higham, Functions of Matrices, 2008, section 3.2 for F. docs/devdocs/quadrature.md
+and docs/devdocs/gradients.md have the derivations.
+"""
+
 from typing import ClassVar
 
 import equinox as eqx
@@ -9,6 +27,7 @@ from .._core.flat import FlatOperator
 from .._numerics.dense import eigh
 from .._numerics.frechet import divided_differences, few_pairs
 from .._numerics.gram_schmidt import unit
+from .._quadrature.base import AbstractSpectralFunction
 from .._quadrature.domain import (
     clip_to_domain,
     mark_poles,
@@ -16,31 +35,30 @@ from .._quadrature.domain import (
     used_nodes,
     values_at,
 )
-from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import (
     combine_ritz_vectors,
     deviation_of,
     gauss_rule,
     QuadraticForm,
 )
-from .._quadrature.rounding import unresolved_of
+from .._quadrature.rounding import unresolved_error
 from .._quadrature.rules import (
+    bracket_end,
     bracket_of,
-    change_below,
-    changes_of,
-    hidden_at,
+    change_at_lower_end,
+    comparison_nodes,
+    comparison_rules,
+    gauss_changes,
+    hidden_eigenvalues,
     integrals,
     lower_end,
-    other_nodes,
-    other_rules,
     roundoff,
-    seen_above,
 )
 from .._quadrature.tridiagonal import (
     apply_to_first,
     Compression,
     first_steps,
-    longer,
+    pad,
     tridiagonal,
 )
 from .base import AbstractKrylovMethod
@@ -48,14 +66,13 @@ from .lanczos_recurrence import lanczos_advance, lanczos_run, lanczos_start
 
 
 class Lanczos(AbstractKrylovMethod):
-    """Lanczos, for functions of the eigenvalues of a Hermitian operator: one product in a
-    step, and with `window=None` one vector of length n kept for each step. Gauss and
+    """Lanczos, for functions of the eigenvalues of a Hermitian operator. Gauss and
     Gauss-Radau rules from the tridiagonal matrix give the value and its bracket.
 
-    Cost: `num_steps` products for each probe, and `O(n num_steps^2)` operations, with
-    `window=0` `O(n num_steps)`. Memory: `num_steps` vectors of length n for each probe
-    of a block; with `window=0` and no derivative, those of a step. The buffers are of
-    the largest number of steps that [`traceax.AdaptiveSteps`][] allows.
+    Cost for each probe: `num_steps` matvecs, and `O(n num_steps^2)` operations, or with
+    `window=0` `O(n num_steps)`. Memory for each probe of a block: `num_steps` vectors of
+    length n, or with `window=0` and no derivative only the vectors of one step. With
+    [`traceax.AdaptiveSteps`][] the buffers have room for the largest number of steps.
 
     !!! Example
 
@@ -77,8 +94,9 @@ class Lanczos(AbstractKrylovMethod):
     **Attributes:**
 
     - `window`: how many of the last basis vectors each new one is orthogonalised against.
-        `None`: all, so that rounding errors play no role. 0: none, which is fastest, and
-        needs more steps for the same accuracy once Ritz values have converged.
+        `None` means all, so that rounding errors play no role. 0 means none, which is
+        fastest, and needs more steps for the same accuracy once Ritz values have
+        converged.
 
     ??? cite
 
@@ -124,8 +142,9 @@ class Lanczos(AbstractKrylovMethod):
         first: Int[Array, ""] | int,
         last: Int[Array, ""] | int,
     ) -> PyTree[Array]:
-        settings = {"window": self.window, "eps": operator.eps}
-        return lanczos_advance(operator.mv, state, first, last, **settings)
+        return lanczos_advance(
+            operator.mv, state, first, last, window=self.window, eps=operator.eps
+        )
 
     def read(
         self,
@@ -152,29 +171,40 @@ class Lanczos(AbstractKrylovMethod):
         lower, hidden = lower_end(function, compression, lower_bound, eps), None
         floor = roundoff(compression.largest, eps)
         if function.bracketed:
-            least = jnp.maximum(lower, floor)
-            change = change_below(function, nodes[0], lower, floor)
-            hidden = hidden_at(compression, square, least, *change)
-            lower = seen_above(compression, square, lower, least)
-        # All further rules together, which compiles faster; but not with the first one,
-        # so that a call of which only the value is used does without.
-        rules, made = other_rules(function, compression, lower, largest), run.last + 1
-        again = longer(tridiagonal(run.alpha, run.projected), 1)
-        shares = [again]
+            smallest = jnp.maximum(lower, floor)
+            change, is_infinite = change_at_lower_end(function, nodes[0], lower, floor)
+            hidden = hidden_eigenvalues(
+                compression, square, at=smallest, change=change, is_infinite=is_infinite
+            )
+            # Below this end the run excludes eigenvalues. A Radau node there, and not at
+            # `lower`, makes the bracket of a steep function narrower.
+            lower = bracket_end(compression, square, lower, smallest)
+        # All further rules are factorised together, which compiles faster. The Gauss rule
+        # is apart, so that a call which uses nothing but the value makes no other rule.
+        rules = comparison_rules(function, compression, lower, largest)
+        gauss_rules = [pad(tridiagonal(run.alpha, run.projected), 1)]
         if function.bracketed:
-            shares += [first_steps(matrix, -(-made // part)) for part in (2, 4)]
-        further, directions = eigh(jnp.concatenate([rules, jnp.stack(shares)]))
-        bounds, further = further[: len(rules)], further[len(rules) :]
-        others = [*map(function, other_nodes(function, bounds, lower))]
-        for moved in further.at[0].add(run.neglected):
-            inner = clip_to_domain(function, moved, floor)
-            others.append(mark_poles(function, moved, function(inner)))
-        others = integrals(others, directions, jnp.ones(1, bool))
+            gauss_rules += [first_steps(matrix, -(-steps // part)) for part in (2, 4)]
+        stack = jnp.concatenate([rules, jnp.stack(gauss_rules)])
+        rule_nodes, rule_vectors = eigh(stack)
+        others = comparison_nodes(function, rule_nodes[: len(rules)], lower)
+        # A function evaluated once for all rules would be a kernel of its own.
+        others = [*map(function, others)]
+        # Ritz values may be off by the residual that counted as zero at a breakdown.
+        for shifted in rule_nodes[len(rules) :].at[0].add(run.neglected):
+            clipped = clip_to_domain(function, shifted, floor)
+            others.append(mark_poles(function, shifted, function(clipped)))
+        others = integrals(others, rule_vectors, measured=jnp.ones(1, bool))
         others, (again, *earlier) = others[: len(rules)], others[len(rules) :]
-        degree = 2 * made - 1
-        bracket = bracket_of(function, value, others, coupling, degree, square)
-        changes = changes_of([value, *earlier], made, square) if earlier else None
+        # A Gauss rule of s steps is exact for polynomials up to degree 2s - 1.
+        bracket = bracket_of(
+            function, value, others, coupling, degree=2 * steps - 1, factor=square
+        )
+        changes = gauss_changes([value, *earlier], steps, square) if earlier else None
 
+        # With x = ||z|| V f'(T) e_1 for f'(A) z, `A x` has the part
+        # `||z|| beta_s v_(s+1) e_s* f'(T) e_1` outside the Krylov space. It is the
+        # residual; the part inside, `||z|| V T f'(T) e_1`, is what it is relative to.
         slope = apply_to_first(nodes, vectors, slopes)
         _, size = unit(apply_to_first(nodes, vectors, slopes * nodes))
         residual = run.beta[-1] * jnp.abs(slope[run.last]) / jnp.where(size > 0, size, 1)
@@ -190,7 +220,7 @@ class Lanczos(AbstractKrylovMethod):
             magnitude=square * magnitude,
             rounding=square * (again - value),
             extremes=nodes[jnp.array([0, -1])],
-            unresolved=unresolved_of(function, weights, used, values, eps, square),
+            unresolved=unresolved_error(function, weights, used, values, eps, square),
             changes=changes,
             hidden=hidden,
         )
@@ -198,9 +228,9 @@ class Lanczos(AbstractKrylovMethod):
 
 Lanczos.__init__.__doc__ = """**Arguments:**
 
-- `window`: default is `None`, full reorthogonalisation.
+- `window`: an integer, 0 or more, or `None`, the default: full reorthogonalisation.
 
 **Raises:**
 
-`ValueError` for a `window` that is neither None nor an integer, 0 or more.
+`ValueError` if `window` is neither None nor an integer, 0 or more.
 """

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity
-from .leave_one_out import Pairs, two
+from .leave_one_out import distinct_pairs, Pairs
 
 
 Pair = tuple[Inexact[Array, "r n"], Inexact[Array, "r n"]]
@@ -277,7 +277,7 @@ class OneSided(AbstractLeaveOneOut):
         det = Pairs.of(g).det
         counted = jnp.ones(len(g), bool) if valid is None else valid[first]
         # Nearly equal directions are left out: all digits would cancel below.
-        used = two(counted) & (det > jnp.finfo(det.dtype).eps ** 0.25)
+        used = distinct_pairs(counted) & (det > jnp.finfo(det.dtype).eps ** 0.25)
         w = jnp.where(used, 1 / jnp.where(used, det, 1) ** 2, 0)
         # The sum over i and j of w_ij (a_i - G_ji a_j) conj(a_j - G_ij a_i) (conj(b_i) +
         # G_ij e_j) (b_j + G_ij conj(e_i)), multiplied out: each term is a matrix between

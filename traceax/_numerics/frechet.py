@@ -1,8 +1,15 @@
 """The derivative of a quadratic form of a function, from divided differences.
 
-In an eigenbasis the derivative of f(T) in a direction E has the entries `F_ij E_ij`, with
-`F_ij = (f(t_i) - f(t_j)) / (t_i - t_j)` and `F_ii = f'(t_i)`: Daleckii and Krein; see
-Higham, Functions of Matrices, 2008, section 3.2.
+In an eigenbasis of T, with eigenvalues `t_i`, the derivative of f(T) in a direction E has
+the entries `F_ij E_ij` (Daleckii and Krein), with
+
+    F_ij = (f(t_i) - f(t_j)) / (t_i - t_j),    F_ii = f'(t_i).
+
+In the code: the `t_i` are `nodes`, `f(t_i)` are `values`, `f'(t_i)` are `slopes`, and F
+is `differences`.
+
+Reference: Higham, Functions of Matrices, 2008, section 3.2. "Gradients" in the developer
+documentation derives the use of F for quadratic forms.
 """
 
 import jax
@@ -12,20 +19,29 @@ from jaxtyping import Array, Int, Real
 from .dense import diagonal
 
 
+# An entry above the diagonal counts as this much larger in the choice of a pivot. F is
+# symmetric but for rounding, which must not choose between an entry and its mirror image:
+# results would differ between devices. Any factor that is above rounding errors, and too
+# small to pass over a larger pivot, would do.
+_UPPER_PREFERENCE = 1e-3
+
+
 def divided_differences(
     nodes: Real[Array, " s"], values: Real[Array, " s"], slopes: Real[Array, " s"]
 ) -> Real[Array, "s s"]:
-    """F, from f and f' at the nodes; the mean of two slopes in place of a quotient where
-    that is more accurate. Cancellation costs the quotient `eps |f| / gap`, and the mean
-    is wrong by a small part of the difference of the slopes. The power balances the two
-    where f varies on one scale: errors are then of the order `eps^(2/3)`."""
+    """F, from f and f' at the nodes. The mean of the two slopes replaces the quotient
+    where it is more accurate."""
+    # Let f vary on the scale L, and let h be the gap. Cancellation gives the quotient an
+    # error of `eps |f| / h`, and the mean of the slopes is off by about `h^2 |f| / L^3`.
+    # Both are `eps^(2/3) |f| / L` at `h = eps^(1/3) L`. There the slopes, which differ by
+    # about `h |f| / L^2`, differ by `eps^(2/3) |f| / h`, which is the condition below.
     eps = jnp.finfo(nodes.dtype).eps
     gaps = nodes[:, None] - nodes
     size = jnp.abs(values)[:, None] + jnp.abs(values)
     change = jnp.abs((slopes[:, None] - slopes) * gaps)
-    close = change <= eps ** (2 / 3) * size
-    quotients = (values[:, None] - values) / jnp.where(close, 1, gaps)
-    return jnp.where(close, (slopes[:, None] + slopes) / 2, quotients)
+    is_close = change <= eps ** (2 / 3) * size
+    quotients = (values[:, None] - values) / jnp.where(is_close, 1, gaps)
+    return jnp.where(is_close, (slopes[:, None] + slopes) / 2, quotients)
 
 
 def few_pairs(
@@ -33,32 +49,32 @@ def few_pairs(
 ) -> tuple[Real[Array, "r s"], Real[Array, "r s"]]:
     """L and R with `count` rows and `L^T R ~ weights_i differences_ij weights_j`.
 
-    All but the last are a cross approximation: elimination with the largest pivot of what
-    is left (Bebendorf, Numer. Math. 86, 2000), nearly the best one, as singular values
-    of divided differences fall fast. The last makes up for the error on the diagonal,
-    `weights_i missing_i weights_j`. In the mean over a random start vector only the
-    diagonal counts, so the number of rows affects the variance alone.
+    All but the last pair of rows are a cross approximation: elimination with the largest
+    pivot of the remainder (Bebendorf, Numer. Math. 86, 2000). It is nearly the best one,
+    since singular values of divided differences fall fast. The last pair corrects the
+    diagonal: with `missing_i` the error of the others there, it is `weights_i missing_i
+    weights_j`. In the mean over a random start vector only the diagonal counts, so the
+    number of rows affects the variance alone.
     """
     size = jnp.abs(weights)
-    # So that the choice between an entry and its mirror image is not left to rounding.
-    upper = 1 + 1e-3 * jnp.triu(jnp.ones_like(differences), 1)
+    preference = 1 + _UPPER_PREFERENCE * jnp.triu(jnp.ones_like(differences), 1)
 
-    def eliminate(rest, _):
-        largest = jnp.argmax(size[:, None] * jnp.abs(rest) * size * upper)
+    def eliminate(remainder, _):
+        largest = jnp.argmax(size[:, None] * jnp.abs(remainder) * size * preference)
         i, j = jax.lax.div(largest, size.size), jax.lax.rem(largest, size.size)
-        column, row = _take(rest, j, 1), _take(rest, i, 0)
-        pivot = _take(column, i, 0)
+        column, row = _take(remainder, j, axis=1), _take(remainder, i, axis=0)
+        pivot = _take(column, i, axis=0)
+        # A zero pivot means that nothing is left; `row` is then zero.
         row = row / jnp.where(pivot == 0, 1, pivot)
-        return rest - column[:, None] * row, (column, row)
+        return remainder - column[:, None] * row, (column, row)
 
     count = min(count, size.size)
-    rest, pairs = differences, 2 * (jnp.zeros((0, size.size), differences.dtype),)
+    no_rows = jnp.zeros((0, size.size), differences.dtype)
+    remainder, columns, rows = differences, no_rows, no_rows
     if count > 1:  # without rows a scan is an error under `jax.disable_jit`
-        rest, pairs = jax.lax.scan(eliminate, rest, length=count - 1)
-    last = diagonal(rest), jnp.ones_like(weights)
-    left, right = (
-        jnp.append(x, y[None], axis=0) for x, y in zip(pairs, last, strict=True)
-    )
+        remainder, (columns, rows) = jax.lax.scan(eliminate, remainder, length=count - 1)
+    left = jnp.append(columns, diagonal(remainder)[None], axis=0)
+    right = jnp.append(rows, jnp.ones_like(weights)[None], axis=0)
     return left * weights, right * weights
 
 

@@ -1,5 +1,15 @@
-"""Gram-Schmidt against basis vectors that are rows of buffers."""
+"""Gram-Schmidt against basis vectors that are rows of buffers.
 
+One pass replaces x by `x - V* (conj(V) x)`, with the basis vectors as rows of V. Where
+that cancels most of x, rounding errors along the rows are large beside what is left, and
+a second pass removes them. A third one is never needed: "twice is enough" (Kahan; see
+Parlett, The Symmetric Eigenvalue Problem).
+
+In the code: V is one or more `buffers`, since a projection against all of a buffer would
+also read its rows that are still zero.
+"""
+
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +20,12 @@ from jaxtyping import Array, Inexact, Int, Real
 from .dense import normalise
 
 
+# A second pass is made if the first one leaves less than 1 over this of the vector. With
+# more than that left, errors along the basis are at most so many roundoffs of the result.
+# A smaller number would make more second passes, for no more accuracy than this.
+_CANCELLATION = 2**0.5
+
+
 @jax.custom_batching.custom_vmap
 def _put_one(
     rows: Inexact[Array, "m n"], row: Inexact[Array, " n"], j: Int[Array, ""]
@@ -18,17 +34,18 @@ def _put_one(
 
 
 @_put_one.def_vmap
-def _put_each(size: int, mapped: list[bool], *args: Any) -> Any:
-    """If j is the same for all, it is one slice: `vmap` would make it a scatter."""
-    if mapped[2]:
-        axes = [0 if is_mapped else None for is_mapped in mapped]
-        put = jax.lax.dynamic_update_index_in_dim
-        return jax.vmap(lambda *args: put(*args, axis=0), axes)(*args), True
+def _put_each(size: int, is_mapped: list[bool], rows: Any, row: Any, j: Any) -> Any:
+    # By JAX's own rule `vmap` makes a scatter, which is several kernels on CPU. If j is
+    # the same for all, such as the number of a step, one update of a slice suffices.
+    if is_mapped[2]:
+        put = ft.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+        axes = [0 if mapped else None for mapped in is_mapped]
+        return jax.vmap(put, axes)(rows, row, j), True
     rows, row = (
-        x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_mapped in zip(args[:2], mapped[:2], strict=True)
+        x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+        for x, mapped in zip((rows, row), is_mapped[:2], strict=True)
     )
-    return jax.lax.dynamic_update_index_in_dim(rows, row, args[2], axis=1), True
+    return jax.lax.dynamic_update_index_in_dim(rows, row, j, axis=1), True
 
 
 def put_row(
@@ -36,20 +53,23 @@ def put_row(
     vector: Inexact[Array, " n"],
     j: Int[Array, ""] | int,
 ) -> tuple[Inexact[Array, "_ n"], ...]:
-    """Row j of the buffers, one after another, becomes `vector`."""
-    filled, offset = [], 0
+    """Set row j of the buffers, counted through all of them in order, to `vector`."""
+    updated, offset = [], 0
     for rows in buffers:
-        row, here = vector, j
+        row, index = vector, j
         if len(buffers) > 1:
-            here = jnp.clip(j - offset, 0, len(rows) - 1)
-            row = jnp.where(j - offset == here, vector, rows[here])
-        filled.append(_put_one(rows, row, here))
+            # Each buffer is written to, since j may be traced: where row j is in another
+            # one, its first or last row is written back as it is.
+            index = jnp.clip(j - offset, 0, len(rows) - 1)
+            row = jnp.where(j - offset == index, vector, rows[index])
+        updated.append(_put_one(rows, row, index))
         offset += len(rows)
-    return tuple(filled)
+    return tuple(updated)
 
 
 def unit(x: Inexact[Array, " n"]) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
-    """`x / ||x||` and `||x||`, or zeros; nothing overflows before x does."""
+    """`x / ||x||` and `||x||`, or zeros for a zero x. Squares of entries do not
+    overflow."""
     x, scale = normalise(x)
     norm = _length(x)
     return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm
@@ -71,11 +91,13 @@ def orthogonalise(
     window: int | None,
     near: Sequence[Inexact[Array, " n"]],
 ) -> tuple[Inexact[Array, " n"], Real[Array, ""]]:
-    """`unit` of x less its components along rows of the buffers, orthonormal or zero, the
-    last of which is row j: along all of them, or as many of the last ones as the `window`
-    has, and if that is 0 along those `near`, which the recurrence has removed already: at
-    a breakdown what it leaves is rounding, in any direction. A second pass is made where
-    the first one cancels most of x ("twice is enough": Kahan)."""
+    """Remove from x its components along basis vectors, and return `unit` of the result.
+
+    The basis vectors are rows of the buffers, orthonormal or zero, up to row j. All are
+    removed if `window` is None, else the last `window` of them. With `window=0` only
+    those along the vectors `near` are removed, a second time: the recurrence has removed
+    them already, but at a breakdown it leaves rounding errors in any direction.
+    """
     if window == 0:
         for vector in near:
             x = x - dot(vector, x) * vector
@@ -83,27 +105,31 @@ def orthogonalise(
     x, scale = normalise(x)
     if window is not None:
         (rows,) = buffers
-        recent = jnp.maximum(j + 1 - window, 0), min(window, len(rows))
-        buffers = (jax.lax.dynamic_slice_in_dim(rows, *recent),)
+        start = jnp.maximum(j + 1 - window, 0)
+        size = min(window, len(rows))
+        buffers = (jax.lax.dynamic_slice_in_dim(rows, start, size),)
 
     def remove(x, rows):
+        # TF32, the default on GPUs, would leave components of size 1e-3.
         coefficients = jnp.matmul(rows.conj(), x, precision="highest")
         return x - jnp.matmul(coefficients, rows, precision="highest")
 
     def project(state):
-        x, norm, before = state
+        x, norm, previous_norm = state
         x, offset = remove(x, buffers[0]), len(buffers[0])
         for rows in buffers[1:]:
+            # Buffers behind row j are all zero, and are not read.
             x = jax.lax.cond(j >= offset, remove, lambda x, _: x, x, rows)
             offset += len(rows)
-        # From infinite to the norm before the first pass, to zero: there is no third.
-        return x, _length(x), jnp.where(jnp.isinf(before), norm, 0)
+        # The previous norm is infinite before the first pass and 0 after the second one,
+        # which ends the loop: there is no third pass.
+        return x, _length(x), jnp.where(jnp.isinf(previous_norm), norm, 0)
 
-    def cancelled(state):
-        _, norm, before = state
-        return norm < before / 2**0.5
+    def needs_pass(state):
+        _, norm, previous_norm = state
+        return norm < previous_norm / _CANCELLATION
 
     norm = _length(x)
     state = x, norm, jnp.full_like(norm, jnp.inf)
-    x, norm, _ = jax.lax.while_loop(cancelled, project, state)
+    x, norm, _ = jax.lax.while_loop(needs_pass, project, state)
     return x / jnp.where(norm > 0, norm, 1).astype(x.dtype), scale * norm

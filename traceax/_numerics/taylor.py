@@ -1,14 +1,21 @@
 """Second derivatives along several directions at once, in collapsed Taylor mode.
 
-Along `x + t v + t^2 w / 2` a function f has the coefficients `f(x)`, `J v` and
-`J w + d2f[v, v]`. The last is linear in w. So for directions `v_1 ... v_s` the sum of the
-s second coefficients can be carried as one vector: `1 + s + 1` vectors go through the
-function, instead of `1 + 2 s` with each direction by itself, or `2 + 2 s` with products
-of the Hessian. Dangel, Siebert, Zeinhofer and Walther, "Collapsing Taylor Mode Automatic
-Differentiation", arXiv 2505.13644, 2025.
+Along `x + t v + t^2 w / 2` a function f has the coefficients
 
-The function is walked once, equation by equation. An equation without a rule here, such
-as a loop, is differentiated as a whole, by two forward derivatives.
+    f(x),    J v,    J w + d2f[v, v].
+
+The last one is linear in w. So for directions `v_1 ... v_s` the sum of the s second
+coefficients can be carried as one vector: `1 + s + 1` vectors go through the function,
+instead of `1 + 2 s` with each direction by itself, or `2 + 2 s` with products of the
+Hessian.
+
+In the code: the rows of a `series` are the s first coefficients and, last, the sum of the
+second ones; f is a `jaxpr`, whose equations are propagated through one by one. An
+equation without a rule here, such as a loop, is differentiated as a whole, by two forward
+derivatives.
+
+Reference: Dangel, Siebert, Zeinhofer and Walther, Collapsing Taylor Mode Automatic
+Differentiation, arXiv 2505.13644, 2025.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +37,7 @@ _ENTRYWISE = frozenset({
 })
 # fmt: on
 
-# First coefficients of all directions and, in the last row, the sum of the second ones;
-# of what does not depend on x, None.
+# The series of a value that depends on x; None for one that does not.
 _Series = Inexact[Array, "s_and_1 ..."] | None
 
 
@@ -41,22 +47,24 @@ def second_derivative(
     """The sum over the directions v of the second derivative of `f(x + t v)` in t, at 0,
     for the function of one vector that has this `jaxpr`."""
     series = jnp.concatenate([directions, jnp.zeros_like(x)[None]])
-    (value,), (series,) = _walk(jaxpr, [x], [series])
+    (value,), (series,) = _propagate(jaxpr, [x], [series])
     return jnp.zeros_like(value) if series is None else series[-1]
 
 
-def _walk(
+def _propagate(
     jaxpr: ClosedJaxpr, inputs: Sequence[Array], series: Sequence[_Series]
 ) -> tuple[list[Array], list[_Series]]:
-    """The outputs for these inputs, and their series."""
-    known = {}
+    """The outputs of the jaxpr for these inputs, and their series."""
+    environment = {}
 
     def write(variables, values, series):
-        known.update(zip(variables, zip(values, series, strict=True), strict=True))
+        environment.update(zip(variables, zip(values, series, strict=True), strict=True))
 
     def read(atoms):
-        literal = lambda x: (jnp.asarray(x.val), None)  # noqa: E731
-        pairs = [literal(x) if isinstance(x, Literal) else known[x] for x in atoms]
+        pairs = [
+            (jnp.asarray(x.val), None) if isinstance(x, Literal) else environment[x]
+            for x in atoms
+        ]
         return [value for value, _ in pairs], [series for _, series in pairs]
 
     constants = jaxpr.jaxpr.constvars
@@ -64,83 +72,106 @@ def _walk(
     write(jaxpr.jaxpr.invars, inputs, series)
     for equation in jaxpr.jaxpr.eqns:
         inputs, series = read(equation.invars)
-        alone = _function(jaxpr.jaxpr, equation)
-        write(equation.outvars, *_equation(equation, alone, inputs, series))
+        fn = _function_of(jaxpr.jaxpr, equation)
+        values, series = _propagate_equation(equation, fn, inputs, series)
+        write(equation.outvars, values, series)
     return read(jaxpr.jaxpr.outvars)
 
 
-def _equation(
+def _propagate_equation(
     equation: JaxprEqn,
     fn: Callable[..., list[Array]],
     inputs: Sequence[Array],
     series: Sequence[_Series],
 ) -> tuple[list[Array], list[_Series]]:
-    name, moving = equation.primitive.name, [s is not None for s in series]
-    if name in ("jit", "pjit") and any(moving):
-        return _walk(equation.params["jaxpr"], inputs, series)
+    """The outputs of one equation, which computes `fn`, and their series."""
+    name, is_active = equation.primitive.name, [s is not None for s in series]
+    # The equations of an inner `jit` have rules. As a whole it would have none.
+    if name in ("jit", "pjit") and any(is_active):
+        return _propagate(equation.params["jaxpr"], inputs, series)
     values = fn(*inputs)
-    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
-    if not any(moving) or not any(smooth):
+    is_smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
+    if not any(is_active) or not any(is_smooth):
         return values, [None] * len(values)
+    coefficients = [s for s in series if s is not None]
     if name in _ENTRYWISE:
-        return values, [_entrywise(lambda x: fn(x)[0], *inputs, *series)]
+        entry_function = lambda x: fn(x)[0]  # noqa: E731
+        return values, [_entrywise_series(entry_function, inputs[0], coefficients[0])]
 
-    def of_moving(*moved):
-        moved = iter(moved)
-        mixed = [next(moved) if m else x for m, x in zip(moving, inputs, strict=True)]
-        return [y for y, s in zip(fn(*mixed), smooth, strict=True) if s]
+    # JAX differentiates in inexact inputs and outputs only. All others are constants.
+    def active_function(*active_inputs):
+        remaining = iter(active_inputs)
+        mixed = [
+            next(remaining) if active else x
+            for active, x in zip(is_active, inputs, strict=True)
+        ]
+        return [y for y, smooth in zip(fn(*mixed), is_smooth, strict=True) if smooth]
 
-    moved = [x for x, m in zip(inputs, moving, strict=True) if m]
-    found = iter(_general(of_moving, moved, [s for s in series if s is not None]))
-    return values, [next(found) if s else None for s in smooth]
+    active_inputs = [x for active, x in zip(is_active, inputs, strict=True) if active]
+    outputs = iter(_general_series(active_function, active_inputs, coefficients))
+    return values, [next(outputs) if smooth else None for smooth in is_smooth]
 
 
-def _function(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Array]]:
+def _function_of(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Array]]:
     """One equation of the jaxpr as a function of all its inputs."""
     atoms = equation.invars
+    # A variable may occur twice, as in `x * x`, and must be an argument once.
     variables = list(dict.fromkeys(x for x in atoms if not isinstance(x, Literal)))
-    parts = {"constvars": [], "invars": variables, "outvars": equation.outvars}
-    alone = jaxpr.replace(**parts, eqns=[equation], effects=equation.effects)
-    run = jaxpr_as_fun(ClosedJaxpr(alone, []))
+    single = jaxpr.replace(
+        constvars=[],
+        invars=variables,
+        outvars=equation.outvars,
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    run = jaxpr_as_fun(ClosedJaxpr(single, []))
     return lambda *inputs: run(*(inputs[atoms.index(x)] for x in variables))
 
 
-def _entrywise(fn: Callable[[Array], Array], x: Array, series: Array) -> Array:
+def _entrywise_series(fn: Callable[[Array], Array], x: Array, series: Array) -> Array:
+    """For `y = f(x)` in each entry: `f' v_i`, and `f' w + f'' sum_i v_i^2`."""
     ones = jnp.ones_like(x)
     first, second = jax.jvp(lambda x: jax.jvp(fn, (x,), (ones,))[1], (x,), (ones,))
-    bent = second * jnp.sum(series[:-1] ** 2, axis=0)
-    return jnp.concatenate([first * series[:-1], (first * series[-1] + bent)[None]])
+    curvature = second * jnp.sum(series[:-1] ** 2, axis=0)
+    return jnp.concatenate([first * series[:-1], (first * series[-1] + curvature)[None]])
 
 
-def _general(
+def _general_series(
     fn: Callable[..., list[Array]], inputs: list[Array], series: list[Array]
 ) -> list[_Series]:
-    like, size = [s[0] for s in series], len(inputs)
-    traced = jax.make_jaxpr(lambda *x: jax.jvp(fn, x[:size], x[size:])[1])(*inputs, *like)
-    moving = _reached(traced, slice(size, None))
-    if not any(moving):
-        return [None] * len(moving)
-    derivative = jaxpr_as_fun(traced)
-    along = jax.vmap(lambda *v: derivative(*inputs, *v))(*series)
-    if any(_reached(traced, slice(size))):
+    """For any function: `J v_i`, and `J w + sum_i d2f[v_i, v_i]`."""
+    tangents, size = [s[0] for s in series], len(inputs)
+    derivative_jaxpr = jax.make_jaxpr(lambda *x: jax.jvp(fn, x[:size], x[size:])[1])(
+        *inputs, *tangents
+    )
+    is_active = _depends_on(derivative_jaxpr, slice(size, None))
+    if not any(is_active):
+        return [None] * len(is_active)
+    derivative = jaxpr_as_fun(derivative_jaxpr)
+    outputs = jax.vmap(lambda *v: derivative(*inputs, *v))(*series)
+    # A linear function has a derivative that does not depend on x. The second derivative
+    # is then zero, and need not be computed.
+    if any(_depends_on(derivative_jaxpr, slice(size))):
 
-        def bend(*v):
+        def second_along(*v):
             return jax.jvp(lambda *x: derivative(*x, *v), tuple(inputs), v)[1]
 
-        bent = jax.vmap(bend)(*(s[:-1] for s in series))
-        sums = [(a[-1] + b.sum(axis=0))[None] for a, b in zip(along, bent, strict=True)]
-        along = [jnp.concatenate([a[:-1], s]) for a, s in zip(along, sums, strict=True)]
-    return [a if m else None for a, m in zip(along, moving, strict=True)]
+        curvatures = jax.vmap(second_along)(*(s[:-1] for s in series))
+        outputs = [
+            jnp.concatenate([y[:-1], (y[-1] + curvature.sum(axis=0))[None]])
+            for y, curvature in zip(outputs, curvatures, strict=True)
+        ]
+    return [y if active else None for y, active in zip(outputs, is_active, strict=True)]
 
 
-def _reached(jaxpr: ClosedJaxpr, inputs: slice) -> list[bool]:
+def _depends_on(jaxpr: ClosedJaxpr, inputs: slice) -> list[bool]:
     """Which outputs depend on these inputs."""
-    reached = set(jaxpr.jaxpr.invars[inputs])
+    dependent = set(jaxpr.jaxpr.invars[inputs])
 
-    def depends(atoms):
-        return any(x in reached for x in atoms if not isinstance(x, Literal))
+    def is_dependent(atoms):
+        return any(x in dependent for x in atoms if not isinstance(x, Literal))
 
     for equation in jaxpr.jaxpr.eqns:
-        if depends(equation.invars):
-            reached.update(equation.outvars)
-    return [depends([x]) for x in jaxpr.jaxpr.outvars]
+        if is_dependent(equation.invars):
+            dependent.update(equation.outvars)
+    return [is_dependent([x]) for x in jaxpr.jaxpr.outvars]

@@ -27,7 +27,7 @@ from jaxtyping import Array, Inexact, Int, Real
 
 from .dense import diagonal
 from .expansion import AbstractLeaveOneOut, Pair
-from .leave_one_out import LeaveOneOut, Pairs, resphere
+from .leave_one_out import LeaveOneOut, Pairs, resphering_factor
 
 
 class SmallMatrices(eqx.Module):
@@ -77,7 +77,7 @@ def two_sided_samples(
     def factor(removed, captured):  # of the squared length of a probe, by the basis
         if not improved:
             return jnp.ones_like(captured)
-        return resphere(n, loo.rank - removed, small.norms, captured)
+        return resphering_factor(n, loo.rank - removed, small.norms, captured)
 
     captured = jnp.sum(jnp.abs(w) ** 2, axis=0)
     trace = jnp.sum(diagonal(h))
@@ -156,4 +156,4 @@ class TwoSided(AbstractLeaveOneOut):
             return jnp.ones_like(self.norms)
         captured = self.captured - jnp.abs(diagonal(self.inner)) ** 2 - restored
         n = self.remainders.shape[1]
-        return resphere(n, self.loo.rank - removed, self.norms, captured)
+        return resphering_factor(n, self.loo.rank - removed, self.norms, captured)

@@ -1,1 +1,2 @@
-"""Operators that users make, and what lineax knows of theirs."""
+"""Operators that users construct, and the facts that lineax knows of them without a
+matrix-vector product."""

@@ -1,4 +1,4 @@
-"""What calls check of the operators that users hand to them."""
+"""Checks of the operators that users pass to calls."""
 
 import functools as ft
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") ->
             "`traceax.schatten_norm` takes J itself."
         )
         if operator.out_size() == operator.in_size():
-            fix = "The product must have the structure of the vector."
+            fix = "The result of `operator.mv` must have the structure of the vector."
         raise ValueError(
             f"`{name}` must be square, with the same structure in and out. Found "
             f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
@@ -41,8 +41,8 @@ def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") ->
 
 
 def check_spaces(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
-    """Raise unless the operator maps a space of real or of complex vectors to such a
-    space of the same kind."""
+    """Raise unless the operator maps real vectors to real ones, or complex vectors to
+    complex ones."""
     if 0 in (operator.in_size(), operator.out_size()):
         raise ValueError(f"`{name}` must have at least one row. Found size 0.")
     structure_in, structure_out = operator.in_structure(), operator.out_structure()
@@ -59,29 +59,33 @@ def check_spaces(operator: lx.AbstractLinearOperator, name: str = "operator") ->
 
 
 def _scalars(operator: lx.AbstractLinearOperator) -> list[Array]:
-    """Complex factors of real operators, of which the structures of lineax know
-    nothing."""
-    found = []
+    """Complex factors of real operators, which the structures of lineax do not show."""
+    scalars = []
     multiple = isinstance(operator, lx.MulLinearOperator | lx.DivLinearOperator)
     if multiple and jnp.iscomplexobj(operator.scalar):
-        found += [] if is_complex(operator.operator) else [operator.scalar]
-    for name in ("operator", "operator1", "operator2"):
-        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
-            found += _scalars(part)
-    return found
+        scalars += [] if is_complex(operator.operator) else [operator.scalar]
+    for part in _parts(operator):
+        scalars += _scalars(part)
+    return scalars
+
+
+def _parts(operator: lx.AbstractLinearOperator) -> list[lx.AbstractLinearOperator]:
+    """The operators that an operator is composed of; lineax calls them by these names."""
+    parts = [getattr(operator, x, None) for x in ("operator", "operator1", "operator2")]
+    return [part for part in parts if isinstance(part, lx.AbstractLinearOperator)]
 
 
 def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`fn`, with an error that explains our order of arguments to callers who use another
-    one, as in `trace(key, operator, k, estimator)`."""
+    """Decorate a call with an error that explains the order of its arguments to callers
+    who use another order, as in `trace(key, operator, k, estimator)`."""
 
     @ft.wraps(fn)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if len(args) > 2 or (args and is_key(args[0])):
-            found = ", ".join(type(each).__name__ for each in args)
+            types = ", ".join(type(each).__name__ for each in args)
             raise TypeError(
                 f"`traceax.{fn.__name__}` takes the operator first and all but the "
-                f"estimator by name. Found positional arguments of the types {found}. "
+                f"estimator by name. Found positional arguments of the types {types}. "
                 f"Call `traceax.{fn.__name__}(operator, estimator, k=k, key=key)`."
             )
         return fn(*args, **kwargs)
@@ -89,6 +93,7 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
+# The errors that JAX raises where a function needs the values of a traced array.
 _UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -106,8 +111,8 @@ _ON_HOST = (
 def check_is_operator(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> None:
-    """Raise unless it is an operator of vectors of one kind; `second` is the argument
-    that comes after it."""
+    """Raise unless `operator` is a lineax operator, square if so asked, of real or of
+    complex vectors. `second` is the argument that follows it, for the error message."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         fix = _how_to_wrap(operator)
         if isinstance(second, lx.AbstractLinearOperator):
@@ -126,20 +131,22 @@ def check_is_operator(
         check_square(operator, name) if square else check_spaces(operator, name)
     except _UNTRACEABLE as error:
         raise TypeError(
-            f"The product of `{name}` must be one that JAX can trace. Found one that "
-            "needs the numbers that a traced array will have. Use `jnp` in the place of "
-            f"`numpy` and `math`. {_ON_HOST}"
+            f"The product of `{name}` must be one that JAX can trace. Found a function "
+            "that needs the values of traced arrays. Use `jnp` in the place of `numpy` "
+            f"and `math`. {_ON_HOST}"
         ) from error
 
 
 def _type_name(x: Any) -> str:
-    """With its module, since other libraries have classes of the same name as lineax."""
+    """The name of the type of `x`, with its module, since other libraries have classes
+    with the names of those of lineax."""
     kind = type(x)
     plain = kind.__module__ == "builtins" or eqx.is_array_like(x)
     return kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _how_to_wrap(x: Any) -> str:
+    """How to make an operator from an object that is none, for error messages."""
     function = "`lineax.FunctionLinearOperator({}, jax.ShapeDtypeStruct((n,), dtype))`"
     if eqx.is_array_like(x):
         return "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
@@ -159,16 +166,15 @@ def _how_to_wrap(x: Any) -> str:
 
 
 def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
-    """Those that the operator stores, and of which it is made."""
-    found = [operator.matrix] if isinstance(operator, lx.MatrixLinearOperator) else []
-    for name in ("operator", "operator1", "operator2"):
-        if isinstance(part := getattr(operator, name, None), lx.AbstractLinearOperator):
-            found += _matrices(part)
-    return found
+    """The matrices that the operator and its parts store."""
+    matrices = [operator.matrix] if isinstance(operator, lx.MatrixLinearOperator) else []
+    for part in _parts(operator):
+        matrices += _matrices(part)
+    return matrices
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
-    """Raise unless the operator is Hermitian, and says so."""
+    """Raise unless the operator is tagged as Hermitian."""
     if is_hermitian(operator):
         return
     tag = "traceax.hermitian_tag" if is_complex(operator) else "lineax.symmetric_tag"

@@ -1,9 +1,9 @@
-"""The door: the one place where an operator of lineax becomes a map of flat vectors.
+"""The door: the one place where a lineax operator becomes a map of flat vectors.
 
-A public call enters its operator once. What tracing finds is the *code* of the operator:
-what is computed before any product, and the product. A compiled program depends on that
-code, and not on the Python objects that it was traced from, so that an operator made anew
-in each pass of a loop is compiled once.
+A public call enters its operator once. Tracing gives the *code* of the operator: the
+computations before any matvec, and the matvec. A compiled program depends on that code,
+and not on the Python objects that it was traced from. So an operator that is constructed
+anew in each pass of a loop is compiled once.
 """
 
 import functools as ft
@@ -16,7 +16,7 @@ import lineax as lx
 from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import needing_wide_integers
+from .._core.checks import explain_index_overflow
 from .._core.code import Code, FlatFunction
 from .._core.flat import FlatOperator, from_flat, to_flat
 from .._core.jax_interfaces import ClosedJaxpr, jaxpr_as_fun
@@ -28,11 +28,11 @@ from .tags import dtypes, is_hermitian, sign_of
 
 
 class Facts(eqx.Module):
-    """What lineax knows of an operator without a product.
+    """Facts that lineax knows of an operator, most of them without a matvec.
 
-    - `diagonal`: shape `(n,)`, the diagonal, if it costs less than n products.
-    - `diagonal_cost`: how many products it costs; n where it is not known.
-    - `determinant`: its sign and logarithm, where the structure gives them.
+    - `diagonal`: the diagonal, shape `(n,)`, if it costs less than n matvecs; else None.
+    - `determinant`: its sign and logarithm, where the structure gives them; else None.
+    - `diagonal_cost`: the number of matvecs that the diagonal costs, n at most.
     """
 
     diagonal: Inexact[Array, " n"] | None
@@ -43,10 +43,11 @@ class Facts(eqx.Module):
 class EnteredOperator(eqx.Module):
     """An operator that has come through the door. Compiled programs `open` it.
 
-    - `arrays`: those of the operator, and those that its code closes over.
+    - `arrays`: the arrays that the code of the operator closes over, then those of the
+        operator itself.
     - `structure`: of the vectors that it is applied to, a PyTree of
         `jax.ShapeDtypeStruct`.
-    - `square`: whether products have the same one.
+    - `square`: whether images have the same structure.
     """
 
     arrays: list[Array]
@@ -62,10 +63,12 @@ class EnteredOperator(eqx.Module):
 
     @property
     def size(self) -> int:
+        """n, the length of the flat vectors that the operator is applied to."""
         return self.flat.size
 
     def open(self) -> tuple[FlatOperator, Facts]:
-        """The operator, after what it computes before any product."""
+        """Run the computations before any matvec, and return the operator and its
+        facts."""
         count = len(self._setup.jaxpr.constvars)
         closed = ClosedJaxpr(self._setup.jaxpr, self.arrays[:count])
         return self._unflatten(jaxpr_as_fun(closed)(*self.arrays[count:]))
@@ -77,13 +80,15 @@ class EnteredOperator(eqx.Module):
 def enter(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> EnteredOperator:
-    """Check an operator, and trace it; `second` is the argument that comes after it."""
+    """Check an operator and trace it. `second` is the argument that follows it, for the
+    error message."""
     check_is_operator(operator, name=name, square=square, second=second)
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
-    # JAX keeps what it has traced, by the objects that the operator consists of.
-    with standard_promotion(), needing_wide_integers():
+    # JAX caches traces by the objects that the operator consists of: an operator that is
+    # the same object as in an earlier call is not traced again.
+    with standard_promotion(), explain_index_overflow():
         traced = _trace.trace((treedef, others), arrays)
     setup = traced.jaxpr
     return EnteredOperator(
@@ -116,11 +121,11 @@ def _facts(operator: lx.AbstractLinearOperator) -> Facts:
 
 
 def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
-    """The operator as a map of flat vectors: the leaves of PyTrees are joined one after
-    another.
+    """Convert an operator to a map of flat vectors: the leaves of PyTrees are joined one
+    after another.
 
-    It makes no product. What does not depend on the vector is computed once, by
-    `lineax.linearise`, and held as long as the result.
+    This takes no matvec. Computations that do not depend on the vector are made once, by
+    `lineax.linearise`, and their results kept as long as the returned operator.
 
     **Arguments:**
 
@@ -133,7 +138,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
 
     **Raises:**
 
-    `ValueError` for a function of which tracing shows that it is not linear.
+    `ValueError` if tracing shows that a function is not linear.
     """
     structure = operator.in_structure()
     dtype, precision = dtypes(operator)
@@ -152,7 +157,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
 
 
 def _has_function(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a function of the user, that may not be linear, is a part of it."""
+    """Whether the operator contains a user's function, which may not be linear."""
     is_function = lambda x: isinstance(x, lx.FunctionLinearOperator)  # noqa: E731
     return any(map(is_function, jax.tree.leaves(operator, is_leaf=is_function)))
 
@@ -173,9 +178,10 @@ def unflatten(
     dtype: DTypeLike,
     tags: object,
 ) -> lx.FunctionLinearOperator:
-    """A map of flat vectors as an operator on PyTrees of `structure`."""
+    """Convert a map of flat vectors to an operator on PyTrees of `structure`."""
 
     def mv(tree):
+        # JAX may trace this later, outside the context of the call.
         with standard_promotion():
             return from_flat(fn(to_flat(tree, dtype)), structure)
 

@@ -1,3 +1,5 @@
+"""Several operators on one space, stacked above each other."""
+
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +16,9 @@ class _Stacked(eqx.Module):
         return tuple(operator.mv(vector) for operator in self.operators)
 
 
-def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
-    """Square operators on the same space, one above the other: `v -> (A v, B v, ...)`.
-    The keys of `operators` are the names of the arguments, for error messages."""
+def stack_operators(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
+    """Stack square operators on the same space: `v -> (A v, B v, ...)`. The keys of
+    `operators` are the names of the arguments, for error messages."""
     for name, operator in operators.items():
         check_is_operator(operator, name=name)
     (name, first), *others = operators.items()
@@ -24,8 +26,8 @@ def stacked(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
     for other, operator in others:
         if operator.in_structure() != structure:
             raise ValueError(
-                f"`{name}` and `{other}` must have the same structure, because they meet "
-                f"the same vectors. Found in_structure()={structure} and "
+                f"`{name}` and `{other}` must have the same structure, because they are "
+                f"applied to the same vectors. Found in_structure()={structure} and "
                 f"{operator.in_structure()}."
             )
     # A module, unlike a closure, is compiled once for all operators of its kind.

@@ -1,4 +1,5 @@
-"""Matrices that are read a chunk at a time, from where they are stored."""
+"""Storage of matrices that are read one chunk of rows or columns at a time: an array on
+the device, a file, or a user's function."""
 
 import abc
 import dataclasses
@@ -16,9 +17,13 @@ from .._core.arithmetic import standard_promotion
 
 
 class AbstractStorage(eqx.Module):
-    """A matrix of a `shape` that is read in chunks: of rows along `axis` 0, of columns
-    along 1. Products with it are made in `dtype`. `by_columns` says whether chunks lie in
-    memory column by column."""
+    """A matrix that is read in chunks.
+
+    - `axis`: 0 for chunks of rows, 1 for chunks of columns.
+    - `shape`: the shape of the matrix.
+    - `dtype`: the dtype of products with the matrix.
+    - `by_columns`: whether the entries of chunks lie in memory column by column.
+    """
 
     axis: eqx.AbstractVar[int]
     shape: eqx.AbstractVar[tuple[int, int]]
@@ -27,10 +32,13 @@ class AbstractStorage(eqx.Module):
 
     @abc.abstractmethod
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
-        """`size` rows or columns, in the dtype that they are stored in."""
+        """Read `size` rows or columns from the index `start` on, in the dtype that they
+        are stored in."""
 
 
 class OnDevice(AbstractStorage):
+    """A matrix in the memory of the device."""
+
     array: Shaped[Array, "n m"]
     axis: int = eqx.field(static=True)
     shape: tuple[int, int] = eqx.field(static=True)
@@ -43,8 +51,8 @@ class OnDevice(AbstractStorage):
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A user's function, and what it must return. Two with the same function are equal,
-    so that compiled programs are used again."""
+    """A user's function, with checks of the chunks that it returns. Two objects with the
+    same function are equal, so that compiled programs are used again."""
 
     fn: Callable[[int, int], Any]
     shape: tuple[int, int]
@@ -56,15 +64,15 @@ class _Function:
         _refuse_masked(f"x({start}, {stop})", chunk)
         chunk = np.asarray(chunk)
         expected = _chunk_shape(self.shape, self.axis, stop - start)
-        what = _name(self.axis, start, stop)
+        lines = _describe_range(self.axis, start, stop)
         if chunk.shape != expected:
             raise ValueError(
-                f"`x({start}, {stop})` must return {what} of a matrix of shape "
+                f"`x({start}, {stop})` must return {lines} of a matrix of shape "
                 f"{self.shape}: an array of shape {expected}. Found shape {chunk.shape}."
             )
         if self.dtype is not None and chunk.dtype != self.dtype:
             raise TypeError(
-                f"`x({start}, {stop})` must return {what} in the dtype of the first "
+                f"`x({start}, {stop})` must return {lines} in the dtype of the first "
                 f"chunk, {self.dtype}. Found {chunk.dtype}."
             )
         return chunk
@@ -72,9 +80,12 @@ class _Function:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """What a `numpy.memmap` shows of a file. It is read, not mapped: that is faster where
-    it is not cached, pages that were seen do not count as memory of the process, and a
-    file that has become shorter is an error rather than the end of the process."""
+    """The part of a file that a `numpy.memmap` shows, as `offset` and `strides` in bytes.
+
+    The file is read, not mapped. Reading is faster where the file is not cached, its
+    pages do not count as memory of the process, and a file that has become shorter raises
+    an error, where a mapped one would end the process.
+    """
 
     filename: str
     shape: tuple[int, int]
@@ -85,8 +96,9 @@ class _File:
 
     @classmethod
     def of(cls, x: np.memmap, axis: int) -> tuple["_File", int]:
-        """Parts of a file that begin at another row or column are read by equal objects,
-        so that compiled programs are used again: this number is kept apart."""
+        """The file of a memmap, and the row or column (along `axis`) at which the memmap
+        begins. Parts of one file that begin at different rows or columns have equal
+        objects, so that compiled programs are used again."""
         root = x
         while isinstance(root.base, np.memmap):
             root = root.base
@@ -98,8 +110,10 @@ class _File:
                 f"scattered. Found a `numpy.memmap` of mode {x.mode!r} with strides "
                 f"{x.strides}. Pass a function `x(start, stop)`, and `shape`."
             )
-        # That of a new axis, of length 1, is 0.
+        # NumPy gives a new axis, of length 1, the stride 0.
         strides = x.strides[0] or x.itemsize, x.strides[1] or x.itemsize
+        # The address gives the offset: the memmap attribute `offset` is that of its base.
+        # The strides are those along the axis and along the other one.
         offset, step, other = _address(x) - _address(root), *strides[:: 1 - 2 * axis]
         origin = (offset % other if step < other else offset) // step
         start = root.offset + offset - origin * step
@@ -111,13 +125,16 @@ class _File:
             raise file.too_short(f"{size} bytes of {needed}")
         return file, origin
 
-    def too_short(self, found: str) -> ValueError:
+    def too_short(self, evidence: str) -> ValueError:
+        """The error for a file that is shorter than the matrix."""
         return ValueError(
             f"The file of `x`, {self.filename}, must hold a matrix of shape {self.shape} "
-            f"and dtype {self.dtype}. Found {found}: it is shorter than its shape says."
+            f"and dtype {self.dtype}. Found {evidence}: it is shorter than the matrix."
         )
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
+        # The chunk consists of contiguous runs along the inner axis, one for each index
+        # of the outer axis; of a single run if these follow one another.
         outer, inner = np.argsort(self.strides)[::-1]
         shape = _chunk_shape(self.shape, self.axis, stop - start)
         offset = self.offset + start * self.strides[self.axis]
@@ -129,16 +146,15 @@ class _File:
             for i, run in enumerate(entries.view(np.uint8)):
                 file.seek(offset + i * step)
                 if file.readinto(run.data) < run.size:
-                    what = _name(self.axis, start, stop)
-                    raise self.too_short(f"its end within {what}")
+                    lines = _describe_range(self.axis, start, stop)
+                    raise self.too_short(f"its end within {lines}")
         entries = entries.reshape(shape[outer], shape[inner])
         return entries if inner == 1 else entries.T
 
 
 class OnHost(AbstractStorage):
-    """What `read(start, stop)` returns on the host, counted from `origin`. One chunk at a
-    time is sent to the device. The call's only argument is a number: it never waits for
-    other arrays, and a block of vectors, mapped by `jax.vmap`, reads each chunk once."""
+    """A matrix that `read(start, stop)` reads on the host, with indices that count from
+    `origin`. Chunks are sent to the device in the dtype `sent`, one at a time."""
 
     read: Callable[[int, int], np.ndarray] = eqx.field(static=True)
     origin: Int[Array, ""]
@@ -150,7 +166,8 @@ class OnHost(AbstractStorage):
 
     @classmethod
     def of(cls, read: _File | _Function, origin: int, first: np.ndarray) -> "OnHost":
-        """`first` is some chunk, which shows the dtype and the order of entries."""
+        """The storage of a function or a file. `first` is a chunk of it, which shows the
+        dtype and the order of the entries."""
         return cls(
             read=read,
             origin=jax.device_put(np.asarray(origin, np.int32)),
@@ -162,30 +179,38 @@ class OnHost(AbstractStorage):
         )
 
     def chunk(self, start: Int[Array, ""], size: int) -> Shaped[Array, "a b"]:
-        turn = np.transpose if self.by_columns else lambda x: x
-
+        # Arrays on the device lie row by row: a chunk that lies column by column is sent
+        # as its transpose, without a copy.
         def load(start):
             chunk = self.read(int(start), int(start) + size)
-            return np.ascontiguousarray(turn(chunk), self.sent)
+            chunk = chunk.T if self.by_columns else chunk
+            return np.ascontiguousarray(chunk, self.sent)
 
         shape = _chunk_shape(self.shape, self.axis, size)
         like = jax.ShapeDtypeStruct(shape[::-1] if self.by_columns else shape, self.sent)
+        # The only operand is a number. So the callback never waits for other arrays, and
+        # for a block of vectors (`jax.vmap`), which is no operand, it runs once.
         chunk = jax.pure_callback(
             load, like, self.origin + start, vmap_method="sequential"
         )
         return chunk.T if self.by_columns else chunk
 
 
-def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage:
-    """Where a matrix is, from what a user passes: an array, a memmap, or a function with
-    the shape of the matrix."""
+# How many rows or columns are read to learn the dtype and the order of the entries. The
+# strides of a single one do not tell whether entries lie row by row or column by column.
+_FIRST_CHUNK = 2
+
+
+def open_storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage:
+    """The storage of a matrix that a user passes as an array, as a memmap, or as a
+    function with the shape of the matrix."""
     if callable(x):
         if shape is None:
             raise ValueError(
                 "`shape` must be the shape of the matrix, two positive integers, where "
                 "`x` is a function that returns chunks of it. Found None."
             )
-        first = _Function(x, shape, axis)(0, min(2, shape[axis]))
+        first = _Function(x, shape, axis)(0, min(_FIRST_CHUNK, shape[axis]))
         return OnHost.of(_Function(x, shape, axis, first.dtype), 0, first)
     _refuse_masked("x", x)
     if not eqx.is_array_like(x) or np.ndim(x) != 2 or 0 in np.shape(x):
@@ -196,7 +221,7 @@ def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage
         )
     if shape is not None and shape != x.shape:
         raise ValueError(f"`shape` must be that of `x`. Found {shape} and {x.shape}.")
-    dtype, size = _working_dtype(x.dtype), min(2, x.shape[axis])
+    dtype, size = _working_dtype(x.dtype), min(_FIRST_CHUNK, x.shape[axis])
     if isinstance(x, np.memmap) and x.filename is not None:
         file, origin = _File.of(x, axis)
         return OnHost.of(file, origin, file(origin, origin + size))
@@ -207,14 +232,16 @@ def storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractStorage
 
 
 def _refuse_masked(name: str, x: Any) -> None:
+    """Raise for an array with a mask, which JAX would ignore."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"`{name}` must not be a `numpy.ma.MaskedArray`, whose mask would be lost. "
-            "Put numbers where it is masked, for example by `.filled(0)`."
+            "Replace masked entries by numbers, for example by `.filled(0)`."
         )
 
 
 def _working_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of products with entries of this dtype: at least float32."""
     if not jnp.issubdtype(dtype, jnp.number) and dtype != np.dtype(bool):
         raise TypeError(f"`x` must hold numbers. Found dtype {dtype}.")
     with standard_promotion():
@@ -223,19 +250,20 @@ def _working_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _device_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of entries on the device: that in which they are stored, or else that of
-    products."""
-    known = jax.dtypes.canonicalize_dtype(dtype) == dtype
-    return dtype if known and dtype.isnative else _working_dtype(dtype)
+    """The dtype of entries on the device: the dtype in which they are stored or, if JAX
+    does not have it, that of products."""
+    available = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return dtype if available and dtype.isnative else _working_dtype(dtype)
 
 
 def _chunk_shape(shape: tuple[int, int], axis: int, size: int) -> tuple[int, int]:
     return (size, shape[1]) if axis == 0 else (shape[0], size)
 
 
-def _name(axis: int, start: int, stop: int) -> str:
+def _describe_range(axis: int, start: int, stop: int) -> str:
     return f"{('rows', 'columns')[axis]} {start} to {stop - 1}"
 
 
 def _address(x: np.ndarray) -> int:
+    """The address of the first entry in memory."""
     return x.__array_interface__["data"][0]

@@ -1,4 +1,4 @@
-"""What the tags and the structure of a lineax operator say of it."""
+"""Properties of a lineax operator that its tags and its structure tell."""
 
 import jax.numpy as jnp
 import lineax as lx
@@ -8,8 +8,8 @@ from .._core.arithmetic import standard_promotion
 
 
 class _HermitianTag:
-    """A tag for Hermitian operators, used like those of `lineax`: needed where one is
-    complex and not semidefinite.
+    """A tag for Hermitian operators, used like the tags of `lineax`. It is needed for
+    complex operators that are Hermitian and not semidefinite.
 
     !!! Example
 
@@ -29,7 +29,8 @@ class _HermitianTag:
         return "hermitian_tag"
 
     def __reduce__(self):
-        # The name of the one object there is: so it stays that when copied or pickled.
+        # A string is the name of a global. Copies and unpickled tags are this object
+        # again, which membership in `tags` is tested by.
         return "hermitian_tag"
 
 
@@ -37,7 +38,9 @@ hermitian_tag = _HermitianTag()
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say so; lineax has no tag for complex Hermitian operators."""
+    """Whether the tags say that the operator is Hermitian."""
+    # lineax has no tag for complex Hermitian operators, and so does not carry ours over
+    # to sums and real multiples.
     if sign_of(operator) != 0:
         return True
     if hermitian_tag in getattr(operator, "tags", ()):
@@ -62,13 +65,15 @@ def sign_of(operator: lx.AbstractLinearOperator) -> int:
 
 
 def is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator maps complex vectors."""
     return jnp.issubdtype(dtypes(operator)[0], jnp.complexfloating)
 
 
 def dtypes(operator: lx.AbstractLinearOperator) -> tuple[jnp.dtype, jnp.dtype]:
-    """`dtype` and `precision` of [`FlatOperator`][]."""
+    """The `dtype` and the `precision` of an operator, as in [`FlatOperator`][]: the dtype
+    that estimates are made in, and the coarsest dtype of its leaves."""
     structures = (operator.in_structure(), operator.out_structure())
-    each = [leaf.dtype for leaf in tree_leaves(structures)]
+    leaf_dtypes = [leaf.dtype for leaf in tree_leaves(structures)]
     with standard_promotion():
-        dtype = jnp.promote_types(jnp.result_type(*each), jnp.float32)
-    return dtype, max(each, key=lambda x: float(jnp.finfo(x).eps))
+        dtype = jnp.promote_types(jnp.result_type(*leaf_dtypes), jnp.float32)
+    return dtype, max(leaf_dtypes, key=lambda x: float(jnp.finfo(x).eps))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._core.arithmetic import full_precision
-from .._core.checks import check_positive, known_number, real_scalar
+from .._core.checks import check_positive, concrete_number, real_scalar
 from .._core.flat import FlatOperator
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh
@@ -100,7 +100,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         more, and a `shift` that is not a positive, finite number.
         """
         self.shift = real_scalar("shift", shift)
-        number = known_number(shift)
+        number = concrete_number(shift)
         if number is not None and not 0 < number < math.inf:
             raise ValueError(
                 f"`shift` must be positive and finite. Found {number}. If nothing is "

@@ -10,11 +10,12 @@ from jaxtyping import Array, DTypeLike
 
 from .._core.arithmetic import standard_promotion
 from .._core.code import FlatFunction
-from .functions import AbstractSpectralFunction
+from .base import AbstractSpectralFunction
 
 
 class _Callable(AbstractSpectralFunction):
-    """A user's function of one number, traced for real or for complex ones."""
+    """A user's function of one number, traced for a real or for a complex number. Nothing
+    is known of its domain, so it counts as defined on all reals, without a bracket."""
 
     traced: FlatFunction
     semidefinite_domain: ClassVar[bool] = False
@@ -28,9 +29,10 @@ class _Callable(AbstractSpectralFunction):
 
 
 def _as_dtype(x: Array, dtype: DTypeLike) -> Array:
-    """Eigenvalues that are known to be real may come as complex numbers."""
-    keep = jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
-    return (x.real if keep else x).astype(dtype)
+    """The numbers in another dtype. Eigenvalues that are real may come as complex
+    numbers; they lose their imaginary part without the warning of a plain cast."""
+    drop = jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (x.real if drop else x).astype(dtype)
 
 
 def as_spectral_function(
@@ -41,27 +43,34 @@ def as_spectral_function(
         return function
     if isinstance(function, type) or not callable(function):
         is_class = isinstance(function, type)
-        found = f"the class {function.__name__}" if is_class else repr(function)
+        description = f"the class {function.__name__}" if is_class else repr(function)
         raise TypeError(
             "`function` must be a `traceax.AbstractSpectralFunction` or a callable of "
-            f"the eigenvalues. Found {found}. Pass, for example, `traceax.Log()` or "
-            "`jnp.tanh`."
+            f"the eigenvalues. Found {description}. Pass, for example, `traceax.Log()` "
+            "or `jnp.tanh`."
         )
     real = jnp.finfo(dtype).dtype
     if hermitian:
-        return _traced(function, real, jnp.floating)
+        return _trace_callable(function, real, jnp.floating)
     if real == dtype:
-        _traced(function, real, jnp.floating)
-    return _traced(function, np.result_type(real, np.complex64), jnp.inexact)
+        # Values of a real operator are real, so a function that is not real on real
+        # numbers is an error here, although its eigenvalues may be complex.
+        _trace_callable(function, real, jnp.floating)
+    return _trace_callable(function, np.result_type(real, np.complex64), jnp.inexact)
 
 
+# What JAX raises if a function needs the value of a traced number: as the condition of an
+# `if`, or as an argument of a function of `numpy` or `math`.
 _UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
 )
 
 
-def _traced(function: Callable[[Array], Any], dtype: DTypeLike, kind: Any) -> _Callable:
+def _trace_callable(
+    function: Callable[[Array], Any], dtype: DTypeLike, kind: Any
+) -> _Callable:
+    """The function, traced for a number of `dtype`; its value must be of this `kind`."""
     try:
         with standard_promotion():
             closed = jax.make_jaxpr(lambda x: jnp.asarray(function(x)))(
@@ -70,14 +79,14 @@ def _traced(function: Callable[[Array], Any], dtype: DTypeLike, kind: Any) -> _C
     except _UNTRACEABLE as error:
         raise TypeError(
             f"`function` must be one that JAX can trace. Found {function!r}, which needs "
-            "the number that a traced array will have. Use `jnp` in the place of `numpy` "
-            "and `math`, and `jnp.where` in the place of `if`."
+            "the value of a traced number. Use `jnp` instead of `numpy` and `math`, and "
+            "`jnp.where` instead of `if`."
         ) from error
     (value,) = closed.out_avals
     if value.shape != () or not jnp.issubdtype(value.dtype, kind):
         raise TypeError(
             "`function` must map a real number to a real number. Found that it maps "
             f"an array of shape () and dtype {dtype} to one of shape {value.shape} and "
-            f"dtype {value.dtype}."
+            f"dtype {value.dtype}. Return a scalar of floating-point dtype."
         )
     return _Callable(FlatFunction.of_closed(closed))

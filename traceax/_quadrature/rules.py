@@ -1,4 +1,19 @@
-"""The quadrature rules beside the Gauss rule, and the bracket that they make."""
+"""Rules to compare the Gauss rule with, and the bracket that follows from them.
+
+For smooth f the errors of the Gauss rule G_s of s steps, and of the Gauss-Radau rule R_s
+with a node at a <= lambda_min, are, with some xi in the convex hull of the spectrum,
+
+    int f dmu - G_s = f^(2s)(xi) / (2s)! int prod_j (x - theta_j)^2 dmu,
+    int f dmu - R_s = f^(2s+1)(xi) / (2s+1)! int (x - a) prod_j (x - theta_j')^2 dmu.
+
+If the derivatives of f from the second on alternate in sign (`function.bracketed`), G_s
+and R_s are on either side of the true value. For other functions the largest difference
+between G_s (`value`) and three other rules serves as an estimate of the error. Golub and
+Meurant, Matrices, Moments and Quadrature with Applications, 2010, chapters 6 and 7;
+docs/devdocs/quadrature.md has the derivations and measurements.
+
+Throughout, `square` is ||z||^2, and `lower` stands for a.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,18 +23,31 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.reductions import reduce_together
 from .._numerics.dense import two_norm
-from .functions import AbstractSpectralFunction
-from .tridiagonal import (
-    Compression,
-    largest_weight,
-    radau,
-    shorter,
-)
+from .base import AbstractSpectralFunction
+from .tridiagonal import Compression, drop_last_step, largest_weight, radau
+
+
+# The largest number of eigenvalues that a run may leave room for at a point where it
+# excludes them. The weight of an eigenvector is 1 in the mean, so one that is missed has
+# at most a tenth of that. A smaller number takes more steps; a larger one misses more.
+_MAX_EXCLUDED = 0.1
+
+# Bisections of an interval of logarithms, which is at most `log(8 / eps)` long: 38 in
+# float64. The point that they find is within 1% of the exact one.
+_NUM_BISECTIONS = 12
+
+# By how many roundoffs of the largest Ritz value a lower bound may exceed the smallest
+# one. Up to there the excess counts as rounding of that Ritz value. A larger number
+# trusts more wrong bounds; a smaller one discards more exact bounds.
+BOUND_TOLERANCE = 8
 
 
 def roundoff(largest: Real[Array, ""], eps: float) -> Real[Array, ""]:
-    """The size below which a Ritz value may be a rounding error of the products, and is
-    raised to it, for the `largest` of their moduli."""
+    """The size below which a Ritz value may be a rounding error of the matvecs, and is
+    raised to it. `largest` is the largest modulus of the Ritz values."""
+    # An eighth of eps, and not eps: of an identity with a few eigenvalues raised to 400,
+    # in bfloat16, all other eigenvalues are below eps times the largest, and most of the
+    # log-determinant comes from them.
     return jnp.where(largest > 0, eps / 8 * largest, eps / 8)
 
 
@@ -29,88 +57,97 @@ def lower_end(
     lower_bound: Real[Array, ""] | float | None,
     eps: float,
 ) -> Real[Array, ""]:
-    """A number that is taken to be at or below the smallest eigenvalue. For a function
-    that is defined on all reals, an operator is assumed to be positive if its Ritz values
-    are."""
+    """A number that is assumed to be at or below the smallest eigenvalue. If the function
+    is defined on all reals, a positive smallest Ritz value is taken to mean that the
+    operator is positive."""
     nodes, largest = compression.nodes, compression.largest
     lower = jnp.zeros_like(largest)
     if function.singular_at_zero:
         lower = roundoff(largest, eps)
     if not function.semidefinite_domain:
-        beyond = _below(compression)
+        beyond = _least_enclosed(compression)
         lower = jnp.where(nodes[0] > 0, roundoff(largest, eps), beyond)
     if lower_bound is None:
         return lower
     bound = jnp.asarray(lower_bound, nodes.dtype)
-    known = jnp.minimum(bound, nodes[0])
-    # Rounding may leave a Ritz value below the domain.
-    known = jnp.maximum(known, lower) if function.semidefinite_domain else known
-    # A bound that is above a Ritz value is none.
-    wrong = bound - nodes[0] > 8 * eps * largest
-    return jnp.where(wrong, lower, known)
+    clipped = jnp.minimum(bound, nodes[0])
+    if function.semidefinite_domain:
+        # Rounding may leave a Ritz value below the domain.
+        clipped = jnp.maximum(clipped, lower)
+    # Ritz values are never below the spectrum, so a bound above one of them is wrong.
+    wrong = bound - nodes[0] > BOUND_TOLERANCE * eps * largest
+    return jnp.where(wrong, lower, clipped)
 
 
-def seen_above(
+def bracket_end(
     compression: Compression,
     square: Real[Array, ""],
     lower: Real[Array, ""],
-    least: Real[Array, ""],
+    smallest: Real[Array, ""],
 ) -> Real[Array, ""]:
-    """The largest number, from `least` on, up to which the run has seen every eigenvalue,
-    or `lower` if there is none: the weight of one in the measure of a random vector, of
-    which `square` is the squared norm, is 1 in the mean, and where a run leaves room for
-    no more than a tenth of that, there is none."""
+    """The largest number, from `smallest` on, below which the run excludes further
+    eigenvalues, or `lower` if it excludes none. `square` is the squared norm of the start
+    vector, which is taken to be random.
 
-    def is_seen(at):
-        return square * largest_weight(compression, at) <= 0.1
+    N(a), `square` times the Christoffel function, is the number of eigenvalues at a that
+    the run leaves room for. It grows with a, so bisection finds where it is
+    `_MAX_EXCLUDED`."""
+
+    def is_excluded(at):
+        return square * largest_weight(compression, at) <= _MAX_EXCLUDED
 
     def halve(_, ends):
+        # Two roots, since the product of the ends may underflow.
         middle = jnp.sqrt(ends[0]) * jnp.sqrt(ends[1])
-        seen = is_seen(middle)
-        return jnp.where(seen, middle, ends[0]), jnp.where(seen, ends[1], middle)
+        excluded = is_excluded(middle)
+        return jnp.where(excluded, middle, ends[0]), jnp.where(excluded, ends[1], middle)
 
-    ends = least, jnp.maximum(jnp.min(compression.nodes), least)
-    highest, _ = jax.lax.fori_loop(0, 12, halve, ends)
-    known = (two_norm(compression.coupling) > 0) & is_seen(least)
-    return jnp.where(known, highest, lower)
+    ends = smallest, jnp.maximum(jnp.min(compression.nodes), smallest)
+    highest, _ = jax.lax.fori_loop(0, _NUM_BISECTIONS, halve, ends)
+    # After a breakdown the coupling is zero, and T says nothing of other eigenvalues.
+    excludes = (two_norm(compression.coupling) > 0) & is_excluded(smallest)
+    return jnp.where(excludes, highest, lower)
 
 
-def hidden_at(
+def hidden_eigenvalues(
     compression: Compression,
     square: Real[Array, ""],
-    least: Real[Array, ""],
+    at: Real[Array, ""],
     change: Real[Array, ""],
     is_infinite: Bool[Array, ""],
 ) -> Real[Array, "3"]:
-    """`QuadraticForm.hidden` for eigenvalues at `least`."""
-    count = square * largest_weight(compression, least)
+    """`QuadraticForm.hidden` for eigenvalues at one point."""
+    count = square * largest_weight(compression, at)
     count = jnp.where(two_norm(compression.coupling) > 0, count, 0)
-    return jnp.stack([count, finite(change, 1.0), is_infinite.astype(count.dtype)])
+    change = clip_to_finite(change, factor=1.0)
+    return jnp.stack([count, change, is_infinite.astype(count.dtype)])
 
 
-def change_below(
+def change_at_lower_end(
     function: AbstractSpectralFunction,
     smallest: Real[Array, ""],
     lower: Real[Array, ""],
     floor: Real[Array, ""],
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
-    """How far the value of a function at the `smallest` node is from that at the `lower`
-    end of the spectrum; and whether the function is infinite at zero, from which an end
-    up to the `floor` cannot be told."""
+    """How much the function changes from the `smallest` node to the `lower` end of the
+    spectrum; and whether it is infinite at zero, and `lower` cannot be told from zero
+    because it is not above the `floor`."""
     ends = function(jnp.stack([lower, jnp.maximum(smallest, jnp.maximum(lower, floor))]))
     return jnp.abs(ends[0] - ends[1]), function.singular_at_zero & (lower <= floor)
 
 
-def changes_of(
+def gauss_changes(
     values: Sequence[Real[Array, ""]],
-    made: Int[Array, ""] | int,
+    steps: Int[Array, ""] | int,
     factor: Real[Array, ""],
 ) -> Real[Array, "2"]:
-    """`QuadraticForm.changes` from the Gauss rules of all steps that were `made`, the
-    first half, and the first quarter of them, rounded up. Fewer than 4 show no trend."""
-    all_steps, half, quarter = values
-    before = jnp.where(made < 4, 0, jnp.abs(half - quarter))
-    return factor * jnp.stack([jnp.abs(all_steps - half), before])
+    """`QuadraticForm.changes`, from the Gauss rules of all `steps`, of the first half of
+    them, and of the first quarter, each rounded up."""
+    whole, half, quarter = values
+    # Of fewer than 4 steps half and a quarter are the same number or almost, so that no
+    # trend shows. An earlier change of 0 counts as one that has not settled.
+    earlier = jnp.where(steps < 4, 0, jnp.abs(half - quarter))
+    return factor * jnp.stack([jnp.abs(whole - half), earlier])
 
 
 def integrals(
@@ -118,63 +155,74 @@ def integrals(
     vectors: Inexact[Array, "r q q"],
     measured: Bool[Array, " w"],
 ) -> Sequence[Real[Array, ""]]:
-    """The sum of diagonal entries of `f(T)` for each T of a stack, from the values of f
-    at its eigenvalues, and its eigenvectors: of those among the first that are
-    `measured`. Values without weight may be infinite."""
+    """For each matrix T of a stack, the sum of those of the first w diagonal entries of
+    `f(T)` that are `measured`. `values` are those of f at the eigenvalues of each T, and
+    `vectors` its eigenvectors."""
     lead = vectors[:, : len(measured)] * measured[:, None]
     weights = jnp.sum(jnp.abs(lead) ** 2, axis=1)
     pairs = zip(weights, values, strict=True)
+    # Nodes without weight may be poles of f, where 0 times infinity would be NaN. One
+    # reduction for all sums is one kernel.
     return reduce_together([jnp.where(w > 0, w * f, 0) for w, f in pairs])
 
 
-def other_rules(
+def comparison_rules(
     function: AbstractSpectralFunction,
     compression: Compression,
     lower: Real[Array, ""],
     largest: Real[Array, ""] | float = -jnp.inf,
 ) -> Inexact[Array, "r q q"]:
-    """The matrices of the rules that `bracket_of` compares with the Gauss rule. `lower`
-    is a lower bound of the spectrum, and `largest` an eigenvalue that is certain to
-    exist.
+    """The matrices of the rules that `bracket_of` compares with the Gauss rule: for a
+    bracket Gauss-Radau at the lower end; else Gauss-Radau at either end, and Gauss with
+    one step fewer.
 
-    Where no bound is proven, they are Gauss-Radau at either end, and Gauss with one step
-    less; else Gauss-Radau at the lower end."""
+    - `lower`: a lower bound of the spectrum.
+    - `largest`: an eigenvalue that is certain to exist.
+    """
     below = radau(compression, lower)
     if function.bracketed:
         return below[None]
-    upper = jnp.maximum(-_below(-compression), largest)
+    # The upper end of T is the lower end of -T. With the residual norm of the whole run
+    # instead of one Ritz pair, the rule is too wide: by 1e9 and more for exp(50 A).
+    upper = jnp.maximum(-_least_enclosed(-compression), largest)
     above = -radau(-compression, -upper)
-    return jnp.stack([below, above, shorter(compression)])
+    return jnp.stack([below, above, drop_last_step(compression)])
 
 
-def _below(compression: Compression) -> Real[Array, ""]:
-    """The smallest node, less its residual norm, within which there is an eigenvalue."""
-    at = jnp.argmin(compression.nodes)
-    rows = compression.first, len(compression.coupling)
-    last = jax.lax.dynamic_slice_in_dim(compression.vectors[:, at], *rows)
+def _least_enclosed(compression: Compression) -> Real[Array, ""]:
+    """The smallest node minus its residual norm: the interval of this radius around a
+    Ritz value has an eigenvalue in it."""
+    smallest = jnp.argmin(compression.nodes)
+    # The residual of a Ritz pair (theta, V y) is `v B E* y`, of the norm of `B E* y`.
+    last = jax.lax.dynamic_slice_in_dim(
+        compression.vectors[:, smallest],
+        start_index=compression.first,
+        slice_size=len(compression.coupling),
+    )
     residual = jnp.matmul(compression.coupling, last, precision="highest")
-    return compression.nodes[at] - two_norm(residual)
+    return compression.nodes[smallest] - two_norm(residual)
 
 
 def likely_end(compression: Compression, lower: Real[Array, ""]) -> Real[Array, ""]:
-    """A number below the smallest eigenvalue of a positive operator if the smallest node
-    has converged to it, or `lower`: the farther down, the larger the residual."""
+    """A number that is likely to be below the smallest eigenvalue of a positive operator,
+    if the smallest node has converged to it; else `lower`."""
     smallest = jnp.min(compression.nodes)
-    residual = smallest - _below(compression)
+    residual = smallest - _least_enclosed(compression)
     converged = (residual < smallest) & (smallest > 0)
     ratio = residual / jnp.where(converged, smallest, 1)
+    # To first order two residuals below the node, and always positive.
     return jnp.maximum(lower, jnp.where(converged, smallest / (1 + ratio) ** 2, lower))
 
 
-def other_nodes(
+def comparison_nodes(
     function: AbstractSpectralFunction,
     nodes: Real[Array, "r q"],
     lower: Real[Array, ""],
 ) -> Real[Array, "r q"]:
-    """The eigenvalues of these matrices as nodes: the one of Gauss-Radau that is known is
-    exact where it is to be a bound, and none is below the spectrum if the function is not
-    defined there."""
+    """The eigenvalues of the `comparison_rules`, ascending, as nodes in the domain."""
     if function.bracketed:
+        # The prescribed node is known exactly. The computed one is off by the machine
+        # epsilon times the largest node, where an inverse with a small shift is steep.
         nodes = nodes.at[:, 0].set(lower)
     return jnp.maximum(nodes, lower) if function.semidefinite_domain else nodes
 
@@ -187,30 +235,33 @@ def bracket_of(
     degree: Int[Array, ""] | int,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of the form whose Gauss rule is `value`, and which is to be
-    multiplied by a `factor`, from what `other_rules` give; `coupling` is that of the
-    `Compression`, and `degree` that of polynomials up to which the rule is exact.
+    """Lower and upper bound of a quadratic form, which are estimates for a function that
+    is not `bracketed`.
 
-    Where no bound is proven, the truth is taken to be within the largest difference from
-    these rules. A rule with a node outside of the domain is left out. Where Lanczos
-    broke down, only rounding is left."""
+    - `value`, `others`: the Gauss rule, and the rules of `comparison_rules`.
+    - `coupling`: the field of the `Compression`.
+    - `degree`: the Gauss rule is exact for polynomials up to this degree.
+    - `factor`: what the caller multiplies the bounds by.
+    """
     if function.bracketed:
         (other,) = others
         return jnp.stack([jnp.minimum(value, other), jnp.maximum(value, other)])
     differences = jnp.abs(jnp.stack(others) - value)
-    known = (two_norm(coupling) > 0) & ~jnp.isnan(differences)
+    # A rule with a node outside the domain is NaN, and left out. After a breakdown the
+    # Gauss rule is exact, and only rounding is left, which is counted elsewhere.
+    counted = (two_norm(coupling) > 0) & ~jnp.isnan(differences)
     if function.degree is not None:
-        known &= function.degree > degree
-    error = finite(jnp.max(jnp.where(known, differences, 0)), factor)
+        counted &= function.degree > degree
+    error = clip_to_finite(jnp.max(jnp.where(counted, differences, 0)), factor)
     low, high = value - error, value + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])
 
 
-def finite(
+def clip_to_finite(
     error: Real[Array, "*n"], factor: Real[Array, ""] | float
 ) -> Real[Array, "*n"]:
-    """An error that is to be multiplied by a `factor`, and not infinite then, so that
-    moments of such errors are defined."""
+    """The error, clipped so that `factor` times it is finite: moments of infinite errors
+    would be NaN. The 8 leaves room to add and double such errors."""
     return jnp.minimum(error, jnp.finfo(error.dtype).max / (8 * jnp.maximum(factor, 1)))

@@ -1,10 +1,16 @@
+"""Functions of singular values, for log-determinants and Schatten norms.
+
+With `A* A = V S^2 V*` the run sees eigenvalues s^2 of `A* A`, so `bracketed` and `degree`
+refer to `f(sqrt(x))`: `log(x) / 2` and `x^(p/2)`.
+"""
+
 from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .functions import AbstractSpectralFunction
+from .base import AbstractSpectralFunction
 
 
 class SingularLog(AbstractSpectralFunction):
@@ -38,6 +44,8 @@ class SingularPower(AbstractSpectralFunction):
 
     @property
     def bracketed(self) -> bool:  # pyright: ignore
+        # `x^(p/2)` is bracketed for powers below 2, but for a linear function the Gauss
+        # rule is exact.
         return self.exponent < 4 and self.exponent != 2
 
     @property

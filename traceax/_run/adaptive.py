@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from .._core.checks import (
     check_flag,
-    known_number,
+    concrete_number,
     plain_integer,
     real_scalar,
     refuse_traced,
@@ -138,7 +138,7 @@ class Adaptive(eqx.Module):
         a `progress` or a `callback` that is none.
         """
         self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
-        tolerances = {"rtol": known_number(rtol), "atol": known_number(atol)}
+        tolerances = {"rtol": concrete_number(rtol), "atol": concrete_number(atol)}
         for name, value in tolerances.items():
             if value is not None and not value >= 0:
                 raise ValueError(f"`{name}` must not be negative. Found {value!r}.")
@@ -152,7 +152,7 @@ class Adaptive(eqx.Module):
         # A round is not larger than the budget.
         _check_integer("round_size", round_size, min(2, int(max_k)))
         real_scalar("confidence", confidence)
-        known = known_number(confidence)
+        known = concrete_number(confidence)
         # Its quantile is that of (1 + confidence) / 2, which rounds to 1 a little before.
         if known is None or not 0 < known < (1 + known) / 2 < 1:
             raise ValueError(

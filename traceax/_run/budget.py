@@ -1,4 +1,4 @@
-"""The budget of one call, as it is divided into rounds."""
+"""The budget of one call, divided into rounds."""
 
 import dataclasses
 import math
@@ -9,17 +9,24 @@ from jaxtyping import Array, Int, PyTree
 from .adaptive import Adaptive
 
 
+# The number of matvecs that the last good rounds in a row must have made before a run
+# ends. Where rounds are smaller, the rule is tested more often, and one of many tests is
+# easily passed by luck. More would delay the end of runs that are good enough; a round of
+# the default size, 16, needs no second one.
+_MIN_STREAK_MATVECS = 8
+
+
 class Budget(eqx.Module):
-    """What the calls of estimators are given for an adaptive budget: its rule, and what
-    belongs to one call. At most `max_k` units, in rounds of `round_size`.
+    """An adaptive budget as estimators receive it: the user's rule, and what belongs to
+    one call. It has at most `max_k` units, which are spent in rounds of `round_size`.
 
     - `rule`: decides when the estimate is good enough.
-    - `state`: what an earlier run left, from which this one goes on.
-    - `exact_cost`: the cost of the exact answer, which is kept back beside `max_k`, if it
-        is.
+    - `state`: the state of the earlier run that this one resumes, or None.
+    - `exact_cost`: the number of units, in addition to `max_k`, that are reserved for the
+        exact answer; None if none are.
     - `cost`: how many units of the user's budget one unit of this budget costs.
-    - `spent`: how many of the user's units were spent before the first round, if any.
-    - `run`: the number by which a call finds what its callback raised.
+    - `spent`: how many of the user's units were spent before the first round, or None.
+    - `run`: the number under which a call finds the exception of its callback.
     """
 
     rule: Adaptive
@@ -33,51 +40,54 @@ class Budget(eqx.Module):
 
     @classmethod
     def of(cls, rule: Adaptive, state: PyTree[Array] = None) -> "Budget":
+        """The whole budget of a rule, not yet fitted to an operator."""
         return cls(rule, rule.max_k, rule.round_size, state)
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds there are at most."""
+        """The largest number of rounds."""
         return max(1, self.max_k // self.round_size)
 
     @property
-    def least_streak(self) -> int:
-        """After how many rounds in a row the estimate must be good enough, to end a run:
-        as many as make 8 products. Where samples are added a few at a time, one of many
-        tests is easily passed by luck."""
-        return -(-8 // self.round_size)
+    def min_streak(self) -> int:
+        """The number of rounds in a row whose estimates must be good enough before the
+        run ends: as many as make `_MIN_STREAK_MATVECS` matvecs."""
+        return -(-_MIN_STREAK_MATVECS // self.round_size)
 
-    def within(self, n: int, least: int = 0) -> "Budget":
-        """The same for an operator of size n, where n units of the budget are enough for
-        the exact answer. A budget for that and for a round besides, or the `least` one if
-        that is more, keeps n units back, and spends no more than n before it takes
-        them."""
+    def for_operator(self, n: int, min_budget: int = 0) -> "Budget":
+        """The budget for an operator of size n, whose exact answer costs n units.
+
+        If n units leave enough for one round and for `min_budget`, they are reserved for
+        the exact answer. The estimate itself never spends more than n units, since from
+        there on the exact answer is cheaper."""
         spare = self.max_k - n
-        if spare < max(self.round_size, least):
+        if spare < max(self.round_size, min_budget):
             return self.limited_to(min(self.max_k, n))
         return dataclasses.replace(self.limited_to(min(spare, n)), exact_cost=n)
 
     def limited_to(self, max_k: int) -> "Budget":
-        """The same with at most so many units. A round is not larger than the budget."""
+        """The same budget with at most `max_k` units. A round is not larger than that."""
         size = min(self.round_size, max_k)
         return dataclasses.replace(self, max_k=max_k, round_size=size)
 
     def halved(self) -> "Budget":
-        """The same for an operator of which a product costs two."""
+        """The budget for an operator whose matvec costs two of the user's units."""
+        # `Adaptive` has no rounds of fewer than 2 units either.
         size = max(2, self.round_size // 2)
         half = dataclasses.replace(self, round_size=size, cost=2)
         return half.limited_to(self.max_k // 2)
 
 
 def one_round(k: int) -> Budget:
-    """A fixed budget, as one round."""
+    """A fixed budget as a single round. Every estimate meets its infinite tolerance."""
     return Budget.of(Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2)))
 
 
 def largest_budget(k: int | Budget) -> int:
+    """The number of units that a run spends at most."""
     return k.max_k if isinstance(k, Budget) else k
 
 
 def first_budget(k: int | Budget) -> int:
-    """That of the first round."""
+    """The number of units in the first round; all of them for a fixed budget."""
     return k.round_size if isinstance(k, Budget) else k

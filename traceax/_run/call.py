@@ -1,4 +1,4 @@
-"""Calls of compiled code."""
+"""The one way from a public call into a compiled program, and out of it with an error."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import check_flag, check_instance, needing_wide_integers
+from .._core.checks import check_flag, check_instance, explain_index_overflow
 from .._core.jax_interfaces import Tracer
 from .._core.results import RESULTS
 from .._core.solution import Solution
@@ -18,8 +18,8 @@ from .programs import programs
 
 
 class _Answer(Protocol):
-    """What a public call returns. `estimated` are its fields that become NaN where the
-    call failed and nothing can be raised."""
+    """The answer of a public call. Its fields `estimated` become NaN where the call
+    failed and cannot raise."""
 
     estimated: ClassVar[tuple[str, ...]]
 
@@ -38,21 +38,27 @@ def call(
     throw: bool,
     hint: Callable[[_AnswerT], str] = lambda _: "",
 ) -> _AnswerT:
-    """`fn(*args)`, compiled, in the contexts that all our code is traced in; raises if it
-    failed and `throw` says so, with a `hint` for the answer if it is not traced. `fn`
-    must be the same object at each call."""
+    """Run `fn(*args)` as a compiled program, traced in the contexts that all our code
+    needs. `fn` must be the same object at each call, since programs are cached by it.
+
+    If the answer is a failure and `throw` is True, an error is raised. Outside of other
+    programs its message includes `hint(answer)`."""
     check_instance("execution", execution, AbstractExecution, "Sharded(mesh)")
     check_flag("throw", throw)
-    before = programs.traced
-    with needing_wide_integers():
+    num_traced = programs.traced
+    with explain_index_overflow():
         answer, failed = _compiled(fn, args, name, execution)
-    if programs.traced > before and not isinstance(failed, Tracer):
+    # Inside a user's `jit` the call belongs to a program that is compiled once.
+    if programs.traced > num_traced and not isinstance(failed, Tracer):
         programs.note(name, args)
-    return _raise_if(failed, answer, execution, hint) if throw else answer
+    if not throw:
+        return answer
+    return _raise_if(failed, answer, execution=execution, hint=hint)
 
 
 @eqx.filter_jit
 def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
+    # This line runs when a program is traced, and not when it is called.
     programs.traced += 1
     with jax.named_scope(name), standard_promotion(), execution.factorising():
         answer = fn(*args)
@@ -62,9 +68,12 @@ def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
 def _raise_if(
     failed: Bool[Array, ""],
     answer: _AnswerT,
+    *,
     execution: AbstractExecution,
     hint: Callable[[_AnswerT], str],
 ) -> _AnswerT:
+    """`answer`, if it did not fail. A failure raises an error, or becomes NaN in a
+    program that must not raise."""
     fields = lambda x: [getattr(x, name) for name in x.estimated]  # noqa: E731
     values = fields(answer)
     if isinstance(failed, Tracer):
@@ -76,8 +85,9 @@ def _raise_if(
         details = answer.details if isinstance(answer, Solution) else ""
         parts = RESULTS[answer.result], details, hint(answer)
         message = "\n\n".join(part for part in parts if part)
-        # On one device: an error on one of several would leave the others waiting for it.
-        # With `EQX_ON_ERROR=nan` it is NaN rather than an error.
+        # The error is raised by a program on one device. An error on one of several would
+        # leave the others waiting at their next collective. With `EQX_ON_ERROR=nan` the
+        # scalar is NaN, and so are the values.
         zero = eqx.error_if(jnp.zeros(()), jnp.ones((), bool), message)
         values = jax.tree.map(lambda x: x + zero.astype(x.dtype), values)
     else:

@@ -1,4 +1,10 @@
-"""The callback of an adaptive budget, and what becomes of its exceptions."""
+"""The callback of an adaptive budget, and how its exceptions reach the caller.
+
+A callback runs on the host while the compiled program waits. Its exception is stored
+under the number of the run, and the program is told to stop after this round. The call
+raises the exception when the program has ended: an error inside a program, on one of
+several devices, would leave the others waiting at their next collective.
+"""
 
 import contextlib
 import dataclasses
@@ -16,27 +22,30 @@ from .._core.jax_interfaces import Tracer
 from .budget import Budget
 
 
-# What callbacks have raised, by the numbers of their runs, which are not used again.
+# Exceptions of callbacks, by the numbers of their runs. No number is used twice.
 _raised: dict[int, BaseException] = {}
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
 def raising_for_callbacks(k: Any) -> Iterator[Any]:
-    """The budget of a run that ends after the round in which its callback raises an
-    exception. The block that makes the run raises it then."""
+    """A context for one run, which is given the budget `k` with a number for that run. If
+    the callback raises an exception, the run ends after that round, and the context
+    raises the exception."""
     number = None
     if isinstance(k, Budget) and k.rule.callback is not None:
         number = next(_numbers)
         run = jax.device_put(np.asarray(number, np.int32))
-        # Where it is traced, the run comes later, if at all.
+        # Inside a user's `jit` the number is traced. That program may run later, more
+        # than once or never, and so has no number: `report` prints the exception there.
         k = k if isinstance(run, Tracer) else dataclasses.replace(k, run=run)
     try:
         yield k
     except Exception as error:
         if number in _raised:
             raise _raised.pop(number) from None
-        # Python handles Ctrl-C in JAX's part of a callback, and JAX makes text of it.
+        # Python may handle Ctrl-C in JAX's own code around a callback. JAX then raises
+        # another exception, of which only the text tells.
         if "KeyboardInterrupt" in str(error):
             raise KeyboardInterrupt from None
         raise
@@ -45,21 +54,30 @@ def raising_for_callbacks(k: Any) -> Iterator[Any]:
 
 
 def report(
-    budget: Budget, rounds: Int[Array, ""], *news: Array
+    budget: Budget,
+    rounds: Int[Array, ""],
+    *,
+    spent: Array,
+    value: Array,
+    std_err: Array,
 ) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-    """`rounds`, after `callback(*news)` was called on the host, and whether that raised
-    an exception, after which the run ends. To raise it inside of the program would, on
-    one of several devices, leave the others waiting for it. A pure callback, for which
-    the loop has reverse mode on any JAX; it is made because its results are used."""
+    """Call the budget's callback on the host with `spent`, `value` and `std_err`.
+
+    Returns `rounds`, and whether the callback raised an exception, after which the run
+    ends. `jax.pure_callback` lets the loop be differentiated in reverse mode on all
+    versions of JAX. It runs because the program uses its results; that is why `rounds`
+    goes through it."""
     callback = budget.rule.callback
     if callback is None:
         return rounds, jnp.zeros((), bool)
 
-    def call(run, rounds, *news):
+    def call(run, rounds, spent, value, std_err):
         number = None if run is None else int(run)
+        # The members of a batch share a number. After an exception of one, the callback
+        # is not called for the others.
         if number not in _raised:
             try:
-                callback(*news)
+                callback(spent, value, std_err)
             except BaseException as error:
                 if number is not None:
                     _raised[number] = error
@@ -71,5 +89,13 @@ def report(
         return rounds, np.bool_(number in _raised)
 
     shapes = rounds, jax.ShapeDtypeStruct((), bool)
-    arguments = budget.run, rounds, *news
-    return jax.pure_callback(call, shapes, *arguments, vmap_method="sequential")
+    return jax.pure_callback(
+        call,
+        shapes,
+        budget.run,
+        rounds,
+        spent,
+        value,
+        std_err,
+        vmap_method="sequential",
+    )

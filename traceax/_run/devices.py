@@ -1,3 +1,5 @@
+"""The devices that JAX sees, and meshes of them."""
+
 import contextlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,44 +28,46 @@ def devices(
     **Arguments:**
 
     - `backend`: a platform, such as `"cpu"`, `"gpu"`, `"cuda"` or `"tpu"`. `None` takes
-        all: those of the default backend first, and each device once. (`jax.devices()`
-        has the default backend's only.)
+        the devices of all backends, each device once, and those of the default backend
+        first. (`jax.devices()` lists the default backend's devices only.)
 
     **Returns:**
 
-    A list of `jax.Device`. A backend that is installed and does not start is left out;
-    the list is empty if JAX refuses to start any.
+    A list of `jax.Device`. It leaves out a backend that is installed but does not start,
+    and is empty if JAX refuses to start any.
 
     **Raises:**
 
-    `ValueError` if there is no such backend, or it does not start.
+    `ValueError` if there is no such backend, or if it does not start.
     """
     if backend is not None:
-        return _started("backend", backend)
-    known = []
+        return _devices_of("backend", backend)
+    listed = []
     with contextlib.suppress(RuntimeError):
-        # Starts them, and fails if one that `JAX_PLATFORMS` names does not start.
+        # The first call starts all backends. It raises if `JAX_PLATFORMS` names one that
+        # does not start; a second call then has those that did.
         backends()
     with contextlib.suppress(RuntimeError):
         for platform in (None, *backends()):
-            known += [each for each in jax.devices(platform) if each not in known]
-    return known
+            listed += [each for each in jax.devices(platform) if each not in listed]
+    return listed
 
 
-def _started(argument: str, platform: str | None) -> list[Any]:
+def _devices_of(argument: str, platform: str | None) -> list[Any]:
+    """The devices of one platform, which the user passed as `argument`."""
     try:
         return jax.devices(platform)
     except RuntimeError as error:
-        found = sorted({each.platform for each in devices()})
+        platforms = sorted({each.platform for each in devices()})
         raise ValueError(
             f"`{argument}` must be a platform that starts here. Found {platform!r}, and "
-            f"the platforms {found}. JAX says: {error}"
+            f"the platforms {platforms}. JAX says: {error}"
         ) from error
 
 
 def default_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The device that `jax.default_device` sets, where new arrays go and computations
-    without other arguments run.
+    """The device that `jax.default_device` sets. JAX places new arrays there, and runs
+    computations there whose arguments are on no other device.
 
     !!! Example
 
@@ -77,8 +81,8 @@ def default_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeF
 
     **Returns:**
 
-    A `jax.Device`; `None` where JAX leaves it unspecified, and takes the first local
-    device of the default backend.
+    A `jax.Device`, or `None` if no default is set. JAX then uses the first local device
+    of the default backend.
     """
     device = jax.config.jax_default_device  # pyright: ignore
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
@@ -104,18 +108,18 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
 
     **Arguments:**
 
-    - `devices`: a list of devices, or a platform for all of its devices; `None` takes
-        those of the default backend, of all processes.
+    - `devices`: a list of devices, or the name of a platform for all of its devices.
+        `None` takes the devices of the default backend, of all processes.
     - `axis`: the name of the axis.
 
     **Returns:**
 
-    A `jax.sharding.Mesh` whose axis is of the type Auto.
+    A `jax.sharding.Mesh` of shape `(len(devices),)`, whose axis has the type Auto.
 
     **Raises:**
 
-    `ValueError` if there are no such devices, or one is listed twice. `TypeError` if
-    `devices` is something else, as one device or a number.
+    `ValueError` if there are no such devices, or if one is listed twice. `TypeError` if
+    `devices` is something else, such as a single device or a number.
     """
     if not isinstance(devices, Sequence | np.ndarray | None):
         raise TypeError(
@@ -123,7 +127,7 @@ def probe_mesh(devices: str | Sequence[Any] | None = None, axis: str = "probes")
             f"{devices!r}. Pass, for example, `jax.devices()[:2]`."
         )
     if devices is None or isinstance(devices, str):
-        devices = _started("devices", devices)
+        devices = _devices_of("devices", devices)
     if len(devices) == 0:
         raise ValueError("`devices` must have at least one device. Found none.")
     grid = np.asarray(devices)

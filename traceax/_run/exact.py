@@ -1,4 +1,10 @@
-"""The exact answer, from a diagonal that is known or from n products."""
+"""The exact answer, from a diagonal that lineax knows or from n matvecs.
+
+Since the unit vectors add up to `sum_i e_i e_i* = I`, the operator is
+`A = sum_i (A e_i) e_i*`. So a linear quantity is the sum of its parts for the pairs
+`(e_i, A e_i)`: the trace is `sum_i e_i* A e_i`. Squared norms are such sums too:
+`||A||_F^2 = sum_i ||A e_i||^2`.
+"""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,27 +20,39 @@ from .fold import fold
 def exact(
     quantity: AbstractQuantity, operator: FlatOperator, execution: AbstractExecution
 ) -> Estimate:
-    """The quantity itself, from n products with unit vectors, a block at a time."""
+    """The quantity itself, from n matvecs with unit vectors. Memory is one block of
+    vectors, forward and in reverse mode."""
     size = operator.size
 
-    def body(operator, index):
+    def read_column(operator, index):
         unit = jnp.zeros(size, operator.dtype).at[index].set(1)
         return quantity.read(unit, operator.mv(unit)), ()
 
-    body = eqx.filter_checkpoint(body, prevent_cse=False)
-    value, () = fold(body, lambda *_: (), lambda _: (), operator, size, execution)
-    return _exactly(value, size)
+    # Without the checkpoint reverse mode would keep all n columns. The loop around it
+    # prevents common subexpressions already, and JAX's barrier against them takes time.
+    read_column = eqx.filter_checkpoint(read_column, prevent_cse=False)
+    value, () = fold(
+        read_column,
+        reduce=lambda *_: (),
+        merge=lambda _: (),
+        operator=operator,
+        k=size,
+        execution=execution,
+    )
+    return _exact_estimate(value, size)
 
 
 def exact_from_diagonal(
     quantity: AbstractQuantity, diagonal: Inexact[Array, " n"], cost: int
 ) -> Estimate:
-    """A quantity that depends on the diagonal alone, from a diagonal that `cost` products
-    were made for."""
-    return _exactly(quantity.read(jnp.ones_like(diagonal), diagonal), cost)
+    """A quantity that depends on the diagonal alone, from a diagonal that took `cost`
+    matvecs."""
+    # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A.
+    return _exact_estimate(quantity.read(jnp.ones_like(diagonal), diagonal), cost)
 
 
-def _exactly(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:
+def _exact_estimate(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:
+    """An estimate without errors. A scalar is its own only sample."""
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),

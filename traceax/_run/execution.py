@@ -1,3 +1,5 @@
+"""Executions: on which devices matvecs are made, and how many at a time."""
+
 import abc
 import contextlib
 from collections.abc import Callable
@@ -13,8 +15,18 @@ from .._core.flat import FlatOperator
 from .._numerics.dense import factorising
 
 
+# Limits of a block, where the user sets none. Larger blocks pass over the operator less
+# often, and hold more vectors at once. The numbers are compromises and not measured
+# optima; `docs/how_to/large_matrices.md` says when to pass a `block_size`.
+_MAX_BLOCK_SIZE = 128
+# Numbers in the probes of a block: 4 MiB in float32.
+_MAX_BLOCK_ENTRIES = 2**20
+# Numbers in all Krylov bases of a block: 256 MiB in float32.
+_MAX_BASIS_ENTRIES = 2**26
+
+
 class AbstractExecution(eqx.Module):
-    """Where, and how many at a time, probe vectors meet the operator.
+    """On which devices, and how many at a time, the operator is applied to probe vectors.
 
     !!! Example
 
@@ -47,8 +59,8 @@ class AbstractExecution(eqx.Module):
 
     **Attributes:**
 
-    - `can_raise`: whether an error may be raised from inside a compiled program. If not,
-        `throw=True` inside `jit` makes the value NaN instead.
+    - `can_raise`: whether a compiled program may raise an error. If not, `throw=True`
+        inside `jit` makes the value NaN instead.
     """
 
     can_raise: eqx.AbstractClassVar[bool]
@@ -62,23 +74,25 @@ class AbstractExecution(eqx.Module):
         xs: PyTree[Shaped[Array, "m ..."]],
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
-        """Apply a function to each of several inputs, and summarise what each device has
-        made.
+        """Apply a function to each of several inputs, and summarise the results of each
+        device.
 
         **Arguments:**
 
-        - `fn`: a function of the operator and of one input `x`, to a PyTree of arrays.
-        - `reduce`: a function of the results of one device, stacked, shape `(p, ...)`,
-            and of a mask of shape `(p,)`: False where a result is one more copy of the
-            last one. To a PyTree of arrays.
+        - `fn`: a function of the operator and one input `x`, which returns a PyTree of
+            arrays.
+        - `reduce`: a function of the p results of one device, stacked to shape
+            `(p, ...)`, and of a boolean mask of shape `(p,)`, which returns a PyTree of
+            arrays. The mask is False where a result is padding, a copy of the last one.
         - `operator`: a square operator as a map of flat vectors.
-        - `xs`: the inputs, stacked along a leading axis of length m.
-        - `width`: how many vectors of length n one call of `fn` holds, about.
+        - `xs`: the m inputs, stacked along a leading axis.
+        - `width`: about how many vectors of length n one call of `fn` holds.
 
         **Returns:**
 
-        The results of `fn`, stacked, shape `(m, ...)`; and those of `reduce`, one for
-        each of d devices, stacked, shape `(d, ...)`, which carry no derivatives.
+        A pair: the results of `fn`, stacked to shape `(m, ...)`, and the results of
+        `reduce`, one for each of d devices, stacked to shape `(d, ...)`. The latter carry
+        no derivatives.
         """
 
     def map(
@@ -101,29 +115,31 @@ class AbstractExecution(eqx.Module):
         return self.map_reduce(fn, lambda *_: (), operator, xs, width)[0]
 
     def matmat(self, operator: FlatOperator, x: Array, *, adjoint: bool = False) -> Array:
-        """Products with several vectors.
+        """Apply the operator to several vectors.
 
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors of length n.
         - `x`: m vectors, the columns of an array of shape `(n, m)`.
-        - `adjoint`: whether products are with the adjoint of A.
+        - `adjoint`: whether to apply the adjoint of A instead.
 
         **Returns:**
 
-        The m products, the columns of an array; of shape `(n, m)` for a square A.
+        The m matrix-vector products, as the columns of an array: of shape `(n, m)` for a
+        square A.
         """
         if not adjoint:
             return self.map(FlatOperator.mv, operator, x.T).T
-        # The adjoint of a dense matrix is fastest from rows to rows. XLA on CPU folds
-        # these transposes into a product that takes 1.2 times as long.
+        # The adjoint of a dense matrix is fastest from rows to rows. Without the barriers
+        # XLA on CPU folds both transposes into a product that takes 1.2 times as long.
         rows = jax.lax.optimization_barrier(x.T)
         products = self.map(FlatOperator.adjoint_mv, operator, rows)
         return jax.lax.optimization_barrier(products).T
 
     def chunk(self, n: int, width: int = 1) -> int:
-        """How many inputs `map_reduce` takes at a time, on all devices together: what
-        is to be held for one chunk only is handed to it in such portions.
+        """The number of inputs that `map_reduce` processes at a time, on all devices
+        together. A caller that must not hold all results at once passes it so many
+        inputs in each call.
 
         **Arguments:**
 
@@ -134,24 +150,25 @@ class AbstractExecution(eqx.Module):
 
         A Python integer, 1 or more.
         """
-        return max(1, min(128, 2**20 // n, 2**26 // (n * width)))
+        entries = min(_MAX_BLOCK_ENTRIES // n, _MAX_BASIS_ENTRIES // (n * width))
+        return max(1, min(_MAX_BLOCK_SIZE, entries))
 
     @abc.abstractmethod
     def factorising(self) -> contextlib.AbstractContextManager[None]:
-        """How dense factorisations are to be made.
+        """Choose how dense factorisations are computed.
 
         **Returns:**
 
-        A context manager; what is traced inside makes those of tall matrices by rows, or
-        not.
+        A context manager. Code that is traced inside factorises tall matrices by rows, or
+        not by rows.
         """
 
 
 class Local(AbstractExecution):
     """Run on the devices where the operator's arrays are, a block of probes at a time.
 
-    The product is vectorised (`jax.vmap`) over a block, and blocks follow one another
-    in a compiled loop. Answers for different block sizes differ by rounding alone.
+    The matrix-vector product is vectorised (`jax.vmap`) over a block, and a compiled loop
+    runs over the blocks. Answers for different block sizes differ by rounding alone.
 
     !!! Example
 
@@ -171,10 +188,11 @@ class Local(AbstractExecution):
 
     **Attributes:**
 
-    - `block_size`: probe vectors per block, at most; where all blocks can be made equal
-        by fewer, down to half of it, they are. `None` takes 128, or fewer where n is
-        large: so many that a block of probes holds at most a million numbers and, for
-        estimators that keep a Krylov basis for each probe, all bases at most 64 million.
+    - `block_size`: the largest number of probe vectors per block. Blocks are smaller, by
+        up to a half, where that makes all of them equal. `None` takes 128, or fewer where
+        n is large: the probes of a block have at most $2^{20}$ entries, and for
+        estimators that keep a Krylov basis for each probe all bases have at most
+        $2^{26}$.
     """
 
     block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
@@ -196,18 +214,19 @@ class Local(AbstractExecution):
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = even(count, self.chunk(operator.size, width))
+        block = equal_block_size(count, self.chunk(operator.size, width))
         if count == 1:
-            # A batch of one takes twice the time under an outer `vmap`.
+            # No batch axis: under an outer `vmap` a batch of one takes twice the time.
             only = fn(operator, jax.tree.map(lambda x: x[0], xs))
             outs = jax.tree.map(lambda x: x[None], only)
         elif block >= count:
             outs = jax.vmap(lambda x: fn(operator, x))(xs)
         else:
+            # For the same reason blocks of one are no batches.
             batch_size = None if block == 1 else block
             outs = jax.lax.map(lambda x: fn(operator, x), xs, batch_size=batch_size)
-        part = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
-        return outs, jax.tree.map(lambda x: x[None], part)
+        summary = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
+        return outs, jax.tree.map(lambda x: x[None], summary)
 
     def chunk(self, n: int, width: int = 1) -> int:
         return self.block_size or super().chunk(n, width)
@@ -216,20 +235,23 @@ class Local(AbstractExecution):
         return factorising(by_rows=False)
 
 
-def even(count: int, most: int) -> int:
-    """How many of `count` to take at a time, at most `most`: a divisor, if that is not
-    less than half of it. A remainder would be a second program to compile."""
-    for size in range(min(count, most), (most - 1) // 2, -1):
+def equal_block_size(count: int, max_size: int) -> int:
+    """The size of the blocks into which `count` inputs are split, at most `max_size`.
+
+    It is the largest divisor of `count` if that is at least half of `max_size`: then no
+    remainder has to be compiled as a second program. With smaller blocks the additional
+    passes would cost more than that."""
+    for size in range(min(count, max_size), (max_size - 1) // 2, -1):
         if count % size == 0:
             return size
-    return min(count, most)
+    return min(count, max_size)
 
 
 Local.__init__.__doc__ = """**Arguments:**
 
-- `block_size`: probe vectors per block, at most; see above.
+- `block_size`: the largest number of probe vectors per block; see above.
 
 **Raises:**
 
-`ValueError` for a `block_size` that is neither a positive Python integer nor None.
+`ValueError` if `block_size` is neither a positive Python integer nor None.
 """

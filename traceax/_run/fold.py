@@ -1,4 +1,4 @@
-"""Sums over many samples, of which few are held at a time."""
+"""Sums over many samples that hold only a few of them at a time."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree
 
 from .._core.flat import FlatOperator
-from .execution import AbstractExecution, even
+from .execution import AbstractExecution, equal_block_size
+
+
+# The smallest chunk. Each chunk merges its summary into the earlier summary, and the
+# moments of a diagonal have several entries for each of the operator's rows. Where a
+# block has one vector, that would take more time than a cheap matvec.
+_MIN_CHUNK = 8
 
 
 def fold(
@@ -19,44 +25,45 @@ def fold(
     execution: AbstractExecution,
     width: int = 1,
 ) -> tuple[Inexact[Array, "*q"], tuple]:
-    """The sum of the first results of `fn(operator, i)` for i below k, and one
-    summary of all, as for `stream`. It holds only as many results as the execution
-    takes at a time."""
-
-    def add(carry, indices):
-        total, summary = carry
-        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        term, summary = jnp.sum(outs[0], axis=0), merge(stacked(summary, parts))
-        # Rounding errors of like terms, added one after another, do not cancel. So these
-        # are kept and added at once, unless they take more memory than a vector.
-        few = term.size * (k // size) <= operator.size
-        return ((total, summary), term) if few else ((total + term, summary), None)
-
-    # A few at a time, even where products are made one by one: so the summary, which may
-    # have as many entries as a vector, is merged less often.
-    size = even(k, max(8, execution.chunk(operator.size, width)))
+    """The sum of the first results of `fn(operator, i)` for `i = 0, ..., k - 1`, and one
+    summary of all results, made by `reduce` and `merge` as in `stream`. Memory is that of
+    one chunk of results."""
+    size = equal_block_size(k, max(_MIN_CHUNK, execution.chunk(operator.size, width)))
     full = k - k % size
 
-    def once(indices):
+    def fold_chunk(indices):
         outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
         return jnp.sum(outs[0], axis=0), merge(parts)
 
+    def add_chunk(carry, indices):
+        total, summary = carry
+        outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
+        term, summary = jnp.sum(outs[0], axis=0), merge(prepend(summary, parts))
+        # Rounding errors of like terms, added one after another, do not cancel: float32
+        # would lose four of seven digits of 200,000 equal ones. So the sums of chunks are
+        # kept and added at once, unless they take more memory than a vector.
+        few = term.size * (k // size) <= operator.size
+        return ((total, summary), term) if few else ((total + term, summary), None)
+
     if full == size:
-        total, summary = once(jnp.arange(size))
+        total, summary = fold_chunk(jnp.arange(size))
     else:
         chunks = jnp.arange(full).reshape(-1, size)
-        empty = zeros_like_shapes(jax.eval_shape(once, chunks[0]))
-        (total, summary), terms = jax.lax.scan(add, empty, chunks)
+        empty = zeros_like_shapes(jax.eval_shape(fold_chunk, chunks[0]))
+        (total, summary), terms = jax.lax.scan(add_chunk, empty, chunks)
         total = total if terms is None else jnp.sum(terms, axis=0)
     if full < k:
-        (more, summary), term = add((total, summary), jnp.arange(full, k))
-        total = more if term is None else total + term
+        remainder = jnp.arange(full, k)
+        (sum_with_last, summary), term = add_chunk((total, summary), remainder)
+        total = sum_with_last if term is None else total + term
     return total, summary
 
 
-def stacked(one: PyTree[Array], more: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(lambda x, xs: jnp.append(x[None], xs, axis=0), one, more)
+def prepend(summary: PyTree[Array], summaries: PyTree[Array]) -> PyTree[Array]:
+    """One summary in front of several that are stacked."""
+    return jax.tree.map(lambda x, xs: jnp.append(x[None], xs, axis=0), summary, summaries)
 
 
 def zeros_like_shapes(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
+    """Arrays of zeros. A summary of zeros is the summary of no samples."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

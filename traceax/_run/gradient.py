@@ -1,22 +1,31 @@
 """The derivative of an estimate that is not linear in the operator.
 
-An estimate picks its coefficients from factorisations of the products. Those are never
-differentiated. Beside its value an estimator gives a *frame*: arrays `L, R` of shape
-(n, p), or for an operator of shape (m, n) of shapes (m, p) and (n, p), made from the
-probes and products, with
+An estimate picks its coefficients from factorisations of matvecs. Those are never
+differentiated: their derivatives divide by gaps between eigenvalues and by small singular
+values. Instead an estimator returns a *frame* with its value: arrays L and R of shape
+(n, p), or for an operator of shape (m, n) of shapes (m, p) and (n, p), computed from
+probes and matvecs, with
 
-    E[ sum(conj(L) * (dA R)) ] = d value    for every direction dA,
+    E[ sum_a <L_a, dA R_a> ] = d value    for every direction dA,
 
-and the one rule below takes that sum as the derivative: for the trace that of all
-entries, for another linear quantity what that reads of the pairs of columns. How `L`
-depends on the operator decides about second derivatives, so it is not an array but a
-function of the operator:
+where `<L_a, dA R_a> = L_a* dA R_a` for column a. In the code `L` is
+`frame.left(operator)`, `R` is `frame.right`, and the sum is `contract` in `_attach_rule`,
+which takes it as the derivative. For a linear quantity other than the trace, the matrix
+`sum_a (dA R_a) L_a*` is dA in the mean, and the quantity of this matrix takes the place
+of the sum.
+
+How L depends on the operator decides about second derivatives. So it is not an array but
+a function of the operator:
 
 - `Frame`: constant to all orders. For a trace, where `E[R L*] = I`, the second derivative
-  `sum(conj(L) * (d2A R))` is unbiased too.
+  `sum_a <L_a, d2A R_a>` is unbiased too, since `tr A` is linear in A.
 - `FirstOrderFrame`: an approximation of `f'(A) R` for `tr f(A)`, whose own derivative is
-  not known. A second derivative is refused.
-- `SolvedFrame`: `f'(A) R` by linear solves, differentiable to all orders.
+  not known. Since `d tr f(A) = tr(f'(A) dA)`, the second derivative has the further term
+  `tr(d[f'(A)] dA)`, which a constant L would leave out. So it is refused.
+- `SolvedFrame`: `L = c A^(-p) R` for `f'(x) = c x^(-p)`, by linear solves, differentiable
+  to all orders.
+
+"Gradients" in the developer documentation derives the frame of each estimator.
 """
 
 import abc
@@ -36,8 +45,8 @@ from .execution import AbstractExecution
 
 
 class AbstractFrame(eqx.Module):
-    """Arrays L and R from which the derivative of an estimate is made:
-    `sum(conj(L) * (dA R))`, whose mean is the derivative of what is estimated.
+    """Arrays L and R that define the derivative of an estimate, `sum(conj(L) * (dA R))`.
+    Its mean is the derivative of the quantity that is estimated.
 
     - `right`: R, of shape `(n, p)`.
     - `linear`: whether the value is a linear functional of the operator.
@@ -48,22 +57,23 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
-        """L, made from the operator where second derivatives need that.
+        """Compute L, from the operator where second derivatives depend on that.
 
         **Arguments:**
 
-        - `operator`: A, with derivatives. Second derivatives of the estimate see those
-            that L has.
+        - `operator`: A, with derivatives. Second derivatives of the estimate contain the
+            derivative of L.
 
         **Returns:**
 
-        An array of shape `(m, p)`, the counterpart of `right`.
+        An array of shape `(m, p)`, the counterpart of `right`; m is n for a square
+        operator.
         """
 
 
 class Frame(AbstractFrame):
-    """L is `constant`, of shape `(m, p)`, to derivatives of all orders: for traces and
-    other linear quantities."""
+    """A frame for traces and other linear quantities: L is the array `constant`, of shape
+    `(m, p)`, and constant to derivatives of all orders."""
 
     constant: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
@@ -74,8 +84,8 @@ class Frame(AbstractFrame):
 
 
 class FirstOrderFrame(AbstractFrame):
-    """L is an `approximation`, of shape `(m, p)`, whose own derivative is not known: a
-    second derivative raises `NotImplementedError`."""
+    """A frame whose L is an `approximation`, of shape `(m, p)`, without a derivative of
+    its own: a second derivative raises `NotImplementedError`."""
 
     approximation: Inexact[Array, "m p"]
     right: Inexact[Array, "n p"]
@@ -86,12 +96,14 @@ class FirstOrderFrame(AbstractFrame):
 
 
 class SolvedFrame(AbstractFrame):
-    """L is `coefficient * A^(-num_solves) R`, with the adjoint of A if that is not
-    Hermitian positive definite, by linear solves that can be differentiated again.
+    """A frame whose L is `coefficient * A^(-num_solves) R`, by linear solves that can be
+    differentiated again. If A is not Hermitian positive definite, its adjoint takes its
+    place.
 
-    The solves are with `A / unit`, and of vectors of size one, because the tolerances of
-    a solver are relative to one, and `lineax.CG` breaks down where all eigenvalues are
-    much below one.
+    The solves are with `A / unit` and right-hand sides of norm one, because the absolute
+    tolerance of a solver is meant for numbers of size one, and `lineax.CG` breaks down
+    where all eigenvalues are much smaller than one. They cost `num_solves` linear solves
+    for each of the p columns, and only where a derivative is taken.
     """
 
     right: Inexact[Array, "n p"]
@@ -106,24 +118,26 @@ class SolvedFrame(AbstractFrame):
         structure = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
         definite = self.hermitian and operator.hermitian
         tags = lx.positive_semidefinite_tag if definite else ()
-        matrix = lx.FunctionLinearOperator(
+        scaled = lx.FunctionLinearOperator(
             lambda vector: operator.fn(vector) / self.unit, structure, tags
         )
         if not definite:
-            matrix = lx.conj(matrix.transpose())
-        solver = _OfUnitVectors(self.solver)
+            scaled = lx.conj(scaled.transpose())
+        solver = _UnitVectorSolver(self.solver)
 
         def solve(column):
             for _ in range(self.num_solves):
-                column = lx.linear_solve(matrix, column, solver).value
+                column = lx.linear_solve(scaled, column, solver).value
+            # (A / unit)^(-p) = unit^p A^(-p)
             return self.coefficient * column / self.unit**self.num_solves
 
         return jax.vmap(solve, in_axes=1, out_axes=1)(self.right)
 
 
-class _OfUnitVectors(lx.AbstractLinearSolver):
-    """A linear solver that is given vectors of size one, in the solves of derivatives
-    too, whose vectors are as large as cotangents are."""
+class _UnitVectorSolver(lx.AbstractLinearSolver):
+    """A linear solver whose right-hand sides are scaled to norm one. This is a solver and
+    not a factor around the solve, because derivatives of the solve make further ones with
+    it, whose right-hand sides have the size of cotangents."""
 
     solver: lx.AbstractLinearSolver
 
@@ -131,9 +145,9 @@ class _OfUnitVectors(lx.AbstractLinearSolver):
         return self.solver.init(operator, options)
 
     def compute(self, state: Any, vector: Array, options: dict[str, Any]) -> Any:
-        unit_vector, size = normalise(vector)
+        unit_vector, norm = normalise(vector)
         solution, result, stats = self.solver.compute(state, unit_vector, options)
-        return size.astype(vector.dtype) * solution, result, stats
+        return norm.astype(vector.dtype) * solution, result, stats
 
     def transpose(self, state: Any, options: dict[str, Any]) -> Any:
         return self.solver.transpose(state, options)
@@ -147,21 +161,22 @@ class _OfUnitVectors(lx.AbstractLinearSolver):
 
 @eqx.filter_custom_jvp
 def _refuse_second(operator: FlatOperator, x: Any) -> Any:
+    """`x`, which has no derivative in the operator: its rule raises where one is
+    asked."""
     return x
 
 
 @_refuse_second.def_jvp
 def _refuse_second_rule(primals, tangents) -> Any:
-    perturbed = [t for t in jax.tree.leaves(tangents[0]) if t is not None]
-    if perturbed:
+    if any(t is not None for t in jax.tree.leaves(tangents[0])):
         raise NotImplementedError(
             "The gradient comes from a Krylov run, or a factorisation with `k >= n`, "
             "and has no derivative of its own. For second derivatives of a "
             "log-determinant, or of the trace of an inverse or another negative whole "
             "power, pass `gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For "
-            "other functions there is no second derivative in the operator: take "
-            "differences of first ones, with the same key. For second derivatives of "
-            "`traceax.gaussian_log_prob` add up such a log-determinant and a "
+            "other functions there is no second derivative in the operator: take finite "
+            "differences of first derivatives, with the same key. For second derivatives "
+            "of `traceax.gaussian_log_prob` add such a log-determinant and a "
             "`lineax.linear_solve`."
         )
     return primals[1], tangents[1]
@@ -180,14 +195,21 @@ def attach(
     **Arguments:**
 
     - `operator`: A, as a map of flat vectors, with derivatives.
-    - `value`: the estimate, made from `operator.frozen`.
-    - `frame`: L and R, made from `operator.frozen`.
-    - `execution`: where the derivative of A is applied to the p columns of R.
-    - `quantity`: what is estimated. Default: the trace.
+    - `value`: the estimate, an array computed from `operator.frozen`.
+    - `frame`: L and R, computed from `operator.frozen`.
+    - `execution`: where, and in blocks of which size, the derivative of A is applied to
+        the p columns of R.
+    - `quantity`: the quantity that is estimated. Default: the trace.
 
     **Returns:**
 
-    An array equal to `value`. Without a derivative it costs nothing.
+    An array equal to `value`, of the same shape and dtype. A derivative costs about p
+    matvecs, in reverse mode with their transposes; L and R are kept until then. Without a
+    derivative `attach` costs nothing.
+
+    **Raises:**
+
+    `NotImplementedError` for a second derivative, if the frame has none.
     """
     return _attach(operator, value, frame, execution=execution, quantity=quantity)
 
@@ -203,20 +225,21 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
     out = _attach(operator, value, frame, execution=execution, quantity=quantity)
     left, right = frame.left(operator), frame.right
 
+    # sum_a <L_a, A R_a>. It is linear in A, so its derivative is sum_a <L_a, dA R_a>.
     def contract(operator):
-        terms = execution.map(read_by(quantity), operator, (left.T, right.T))
+        terms = execution.map(column_reader(quantity), operator, (left.T, right.T))
         total = jnp.sum(terms, axis=0)
         return total if jnp.iscomplexobj(value) else total.real
 
     tangent = tangents[1]
     if tangent is not None and not frame.linear:
-        # The refusal is put into a factor, not around the tangent: reverse mode would
-        # drop a rule that is linear in the tangent.
+        # The refusal is in a factor of 1. Around the tangent itself it would be lost in
+        # reverse mode, which transposes what is linear in the tangent and drops its rule.
         tangent = tangent * _refuse_second(operator, jnp.ones_like(tangent))
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
-        _, along = eqx.filter_jvp(contract, (operator,), (tangents[0],))
-        along = along.astype(value.dtype)
-        tangent = along if tangent is None else tangent + along
+        _, derivative = eqx.filter_jvp(contract, (operator,), (tangents[0],))
+        derivative = derivative.astype(value.dtype)
+        tangent = derivative if tangent is None else tangent + derivative
     return out, tangent
 
 
@@ -226,14 +249,17 @@ def attach_derivative(value: Array, surrogate: Callable[[], Array]) -> Array:
     **Arguments:**
 
     - `value`: an array.
-    - `surrogate`: a function without arguments, which returns an array like `value`.
+    - `surrogate`: a function without arguments, which returns an array of the shape of
+        `value`.
 
     **Returns:**
 
-    An array equal to `value`, whose derivative is its own plus that of `surrogate()` in
-    the arrays that this function closes over. Without a derivative the surrogate is
-    traced, but not run.
+    An array equal to `value`. Its derivative is the sum of two: the derivative of
+    `value`, and the derivative of `surrogate()` in the arrays that this function closes
+    over. Without a derivative the surrogate is traced, but not run.
     """
+    # A custom rule sees derivatives of its arguments only. The conversion makes the
+    # arrays that the function closes over leaves of an argument.
     return _with_surrogate(value, eqx.filter_closure_convert(surrogate))
 
 
@@ -244,20 +270,27 @@ def _with_surrogate(value: Array, surrogate: Callable[[], Array]) -> Array:
 
 @_with_surrogate.def_jvp
 def _with_surrogate_rule(primals, tangents) -> Any:
-    out, tangent = _with_surrogate(*primals), tangents[0]
-    if any(t is not None for t in jax.tree.leaves(tangents[1])):
-        _, along = eqx.filter_jvp(lambda fn: fn(), primals[1:], tangents[1:])
-        along = along.astype(out.dtype)
-        tangent = along if tangent is None else tangent + along
+    value, surrogate = primals
+    tangent, surrogate_tangent = tangents
+    # Through the rule again, so that a derivative of higher order meets it, too.
+    out = _with_surrogate(value, surrogate)
+    if any(t is not None for t in jax.tree.leaves(surrogate_tangent)):
+        _, derivative = eqx.filter_jvp(
+            lambda fn: fn(), (surrogate,), (surrogate_tangent,)
+        )
+        derivative = derivative.astype(out.dtype)
+        tangent = derivative if tangent is None else tangent + derivative
     return out, tangent
 
 
-def read_by(
+def column_reader(
     quantity: AbstractQuantity,
 ) -> Callable[[FlatOperator, tuple[Array, Array]], Array]:
-    """A function that computes the part of the quantity from one pair of columns of a
+    """A function that computes the part of the quantity for one pair of columns of a
     frame."""
 
+    # The checkpoint makes reverse mode repeat a matvec instead of keeping its
+    # intermediate results for all columns.
     @eqx.filter_checkpoint
     def read(operator, columns):
         left, right = columns

@@ -1,4 +1,19 @@
-"""The one loop that spends a budget: all at once, or in rounds until it is enough."""
+"""The loop that spends an adaptive budget in rounds, until the estimate is good enough.
+
+After each round the estimate t has a standard error s from m samples. The rule of
+`Adaptive` is met where
+
+    e = q(m - 1) s / max(atol, rtol |t|) <= 1,
+
+with q the quantile of Student's t (`excess` in the code). A test after every round passes
+a little early more often than late, so small rounds must pass several times in a row
+(`streak`). Where samples are independent, s falls as one over the root of the number of
+samples: after N units of the budget a run needs N e^2 in all, N (e^2 - 1) more
+(`missing`).
+
+The loop is outside of the execution, so on a mesh of devices every device decides from
+the same numbers.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,10 +21,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, PyTree, Real, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
+from .adaptive import Adaptive
 from .budget import Budget
 from .callback import report
 from .execution import AbstractExecution
@@ -17,18 +33,31 @@ from .fold import zeros_like_shapes
 
 
 class Assessment(eqx.Module):
-    """What decides whether another round is made: the estimate, its standard error, both
-    in the norm of the budget, and the number of samples that they are from."""
+    """The numbers that decide whether the loop continues: the estimate and its standard
+    error, both in the norm of the budget, and the number of samples behind them."""
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
     count: Real[Array, ""]
 
+    def excess(self, rule: Adaptive) -> Real[Array, ""]:
+        """e, the half-width of the confidence interval over the tolerance."""
+        return rule.excess(self.value, self.std_err, self.count)
+
+    def meets(self, rule: Adaptive) -> Bool[Array, ""]:
+        """Whether the estimate is good enough, from enough samples."""
+        return rule.satisfied(self.value, self.std_err, self.count)
+
 
 class LoopState(eqx.Module):
-    """What a later call goes on from: the number of rounds made, the buffers that they
-    filled, their assessment, and the number of rounds in a row, up to now, after which it
-    was good enough. The smaller the `looseness`, the less is."""
+    """The state from which a later call resumes the loop.
+
+    - `rounds`: the number of rounds so far.
+    - `streak`: the number of rounds in a row, up to the last one, that met the criteria.
+    - `buffers`: the buffers that the rounds have filled.
+    - `assessment`: the assessment after the last round.
+    - `looseness`: the criteria. Smaller entries mean stricter criteria.
+    """
 
     rounds: Int[Array, ""]
     streak: Int[Array, ""]
@@ -40,8 +69,8 @@ class LoopState(eqx.Module):
 
 
 class LoopResult(eqx.Module):
-    """How a loop ended: the fields of [`Estimate`][] that it sets. With a fixed budget
-    there is one round, and these are the defaults."""
+    """How a loop ended: the number of rounds, and fields of [`Estimate`][] that the loop
+    sets. The defaults stand for a fixed budget, which is one round."""
 
     rounds: Int[Array, ""] | int = 1
     result: Any = None
@@ -57,19 +86,15 @@ def iterate(
     *,
     independent: bool = False,
 ) -> LoopResult:
-    """`buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good enough,
-    `least_streak` times in a row, but at most `num_rounds` times, counting those of the
-    earlier run that this one resumes.
+    """Repeat `buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good
+    enough, `min_streak` times in a row. There are at most `num_rounds` rounds, including
+    those of the earlier run that this one resumes.
 
-    Where the samples are `independent`, the error falls as one over the root of their
-    number, and the loop ends as soon as the exact answer costs less than what is missing.
+    If the samples are `independent`, the loop also ends as soon as the exact answer costs
+    less than the samples that are missing.
     """
     num_rounds, rule = budget.num_rounds, budget.rule
-    rest = [1 - rule.confidence, 1 / rule.min_samples]
-    looseness = jnp.append(jnp.stack([rule.rtol, rule.atol]), jnp.asarray(rest))
-
-    def good(seen):
-        return rule.satisfied(seen.value, seen.std_err, seen.count)
+    looseness = _looseness(rule)
 
     if budget.state is None:
         rounds = streak = jnp.zeros((), jnp.int32)
@@ -77,92 +102,115 @@ def iterate(
         assessment = zeros_like_shapes(jax.eval_shape(assess, empty, rounds))
     else:
         rounds, buffers, assessment = _resume(budget, empty)
-        # The tolerance may be another one. Of rounds before the last one it is not known
-        # whether they were good enough for a smaller one.
-        known = jnp.all(looseness >= budget.state.looseness)
-        streak = jnp.where(known, jnp.maximum(budget.state.streak, 1), 1)
-        streak = jnp.where(good(assessment), streak, 0)
-    real = assessment.std_err.dtype
-    history = jnp.full((num_rounds if rule.history else 0, 3), jnp.inf, real)
+        # The tolerance may have changed. Only the last assessment is stored, so earlier
+        # rounds count if the criteria are no stricter than they were.
+        no_stricter = jnp.all(looseness >= budget.state.looseness)
+        streak = jnp.where(no_stricter, jnp.maximum(budget.state.streak, 1), 1)
+        streak = jnp.where(assessment.meets(rule), streak, 0)
+    dtype = assessment.std_err.dtype
+    # Rows of rounds that are not made stay infinite.
+    history = jnp.full((num_rounds if rule.history else 0, 3), jnp.inf, dtype)
 
     def unfinished(carry):
-        rounds, streak, _, seen, _, _, interrupted = carry
-        finite = jnp.isfinite(seen.value) | (seen.count == 0)
-        ended = streak >= budget.least_streak
+        rounds, streak, _, assessment, _, _, interrupted = carry
+        # More samples do not repair NaN. Before the first round the value is not known.
+        finite = jnp.isfinite(assessment.value) | (assessment.count == 0)
+        ended = streak >= budget.min_streak
         if independent and budget.exact_cost is not None:
-            excess = rule.excess(seen.value, seen.std_err, seen.count)
-            missing = rounds * budget.round_size * (excess**2 - 1)
-            enough = seen.count >= rule.min_samples
+            # With fewer samples than the rule asks for, the excess is not reliable.
+            enough = assessment.count >= rule.min_samples
+            missing = rounds * budget.round_size * (assessment.excess(rule) ** 2 - 1)
             ended |= enough & (missing > budget.exact_cost)
         return (rounds < num_rounds) & finite & ~ended & ~interrupted
 
-    def one_round(carry):
+    def make_round(carry):
         rounds, streak, buffers, _, history, meter, _ = carry
         buffers = step(buffers, rounds)
         rounds = rounds + 1
-        seen = assess(buffers, rounds)
+        assessment = assess(buffers, rounds)
         spent = rounds * budget.round_size * budget.cost
         if budget.spent is not None:
             spent = spent + budget.spent
-        news = spent, seen.value, seen.std_err
-        rounds, interrupted = report(budget, rounds, *news)
+        value, std_err = assessment.value, assessment.std_err
+        rounds, interrupted = report(
+            budget, rounds, spent=spent, value=value, std_err=std_err
+        )
         if rule.history:
-            row = jnp.stack([spent.astype(real), seen.value.real, seen.std_err])
+            # The norm of a value is real; a complex trace loses its imaginary part here.
+            row = jnp.stack([spent.astype(dtype), value.real, std_err])
             history = history.at[rounds - 1].set(row)
-        excess = rule.excess(seen.value, seen.std_err, seen.count)
-        share = jnp.minimum(1 / excess**2, seen.count / rule.min_samples)
-        share = jnp.clip(share, rounds / num_rounds, 1).astype(float)
-        streak = jnp.where(good(seen), streak + 1, 0)
-        meter = rule.progress.step(meter, share)
-        return rounds, streak, buffers, seen, history, meter, interrupted
+        # The run is through when the tolerance is met, by `min_samples` samples or more,
+        # or when the budget is spent. The samples so far are 1 / e^2 of those needed.
+        done = 1 / assessment.excess(rule) ** 2
+        done = jnp.minimum(done, assessment.count / rule.min_samples)
+        done = jnp.clip(done, rounds / num_rounds, 1).astype(float)
+        meter = rule.progress.step(meter, done)
+        streak = jnp.where(assessment.meets(rule), streak + 1, 0)
+        return rounds, streak, buffers, assessment, history, meter, interrupted
 
     meter, interrupted = rule.progress.init(), jnp.zeros((), bool)
     carry = (rounds, streak, buffers, assessment, history, meter, interrupted)
-    rounds, streak, buffers, seen, history, meter, interrupted = jax.lax.while_loop(
-        unfinished, one_round, carry
-    )
+    carry = jax.lax.while_loop(unfinished, make_round, carry)
+    rounds, streak, buffers, assessment, history, meter, interrupted = carry
     rule.progress.close(meter)
-    missed = ~good(seen) & jnp.isfinite(seen.value)
+    missed = ~assessment.meets(rule) & jnp.isfinite(assessment.value)
     return LoopResult(
         rounds=rounds,
+        # The exception of a callback is the reason why the tolerance was missed.
         result=first_failure(
             failure(interrupted, RESULTS.interrupted),
             failure(missed, RESULTS.max_matvecs_reached),
         ),
         state=LoopState(
-            rounds, streak, buffers, seen, looseness, budget.round_size, rule.norm
+            rounds=rounds,
+            streak=streak,
+            buffers=buffers,
+            assessment=assessment,
+            looseness=looseness,
+            round_size=budget.round_size,
+            norm=rule.norm,
         ),
         extra={"history": history} if rule.history else {},
     )
 
 
+def _looseness(rule: Adaptive) -> Real[Array, "4"]:
+    """The criteria of a rule, ordered so that each is looser the larger its entry."""
+    tolerances = jnp.stack([rule.rtol, rule.atol])
+    demands = jnp.asarray([1 - rule.confidence, 1 / rule.min_samples])
+    return jnp.append(tolerances, demands)
+
+
 def _resume(
     budget: Budget, empty: PyTree[Array]
 ) -> tuple[Int[Array, ""], PyTree[Array], Assessment]:
-    """The number of rounds of a shorter run, its buffers in those of a longer one, and
-    its assessment."""
+    """The number of rounds of the earlier run, its buffers in the larger ones of this
+    run, and its assessment."""
     earlier = budget.state
-    current = {"round_size": budget.round_size, "norm": budget.rule.norm}
-    for name, now in current.items():
-        before = getattr(earlier, name)
-        if before != now:
+    # With another round size, round numbers would stand for other samples. Under another
+    # norm, the assessment would be of other numbers.
+    settings = {"round_size": budget.round_size, "norm": budget.rule.norm}
+    for name, current in settings.items():
+        previous = getattr(earlier, name)
+        if previous != current:
             raise ValueError(
-                f"`state` must be of a call with the same `{name}`. Found {before} and "
-                f"{now}."
+                f"`state` must be of a call with the same `{name}`. Found {previous} and "
+                f"{current}."
             )
     return earlier.rounds, embed(empty, earlier.buffers), earlier.assessment
 
 
 def embed(empty: PyTree[Array], earlier: PyTree[Array]) -> PyTree[Array]:
-    """What a shorter run left in its buffers, in the buffers of a longer one."""
-    (ours, tree), (theirs, other) = jax.tree.flatten(empty), jax.tree.flatten(earlier)
+    """The arrays of an earlier run, at the beginning of the larger arrays of this run."""
+    arrays, treedef = jax.tree.flatten(empty)
+    earlier_arrays, earlier_treedef = jax.tree.flatten(earlier)
     kinds = lambda arrays: [(x.dtype, x.ndim) for x in arrays]  # noqa: E731
-    if tree != other or kinds(ours) != kinds(theirs):
+    if treedef != earlier_treedef or kinds(arrays) != kinds(earlier_arrays):
         raise ValueError(
             "`state` must be of a call with an operator with the same tags and dtype. "
-            f"Found {_summary(theirs)}, where this call has {_summary(ours)}."
+            f"Found {_summary(earlier_arrays)}, where this call has {_summary(arrays)}."
         )
-    for large, small in zip(ours, theirs, strict=True):
+    for large, small in zip(arrays, earlier_arrays, strict=True):
         if any(a < b for a, b in zip(large.shape, small.shape, strict=True)):
             raise ValueError(
                 f"`state` must fit into this call. Found an array of shape {small.shape} "
@@ -177,6 +225,7 @@ def embed(empty: PyTree[Array], earlier: PyTree[Array]) -> PyTree[Array]:
 
 
 def _summary(arrays: Sequence[Array]) -> str:
+    """The number and the dtypes of arrays, for a message."""
     dtypes = sorted({str(x.dtype) for x in arrays})
     return f"{len(arrays)} arrays of {', '.join(dtypes)}"
 
@@ -190,19 +239,25 @@ def sum_over_rounds(
     execution: AbstractExecution,
     width: int = 1,
 ) -> Inexact[Array, "*q"]:
-    """The sum of `fn(operator, x)`, an array `like` this one, over the x of rounds that
-    were made. Unlike the loop that made them, it has a derivative, which costs no product
-    beyond those rounds."""
+    """The sum of `fn(operator, x)` over all x of the first `rounds` of r rounds, an array
+    of the shape and dtype of `like`.
+
+    A `while_loop` has no reverse mode, so the derivative of an adaptive estimate is taken
+    of this sum: a scan over all r rounds. It costs no matvec beyond the first
+    `rounds`."""
     num_rounds = jax.tree.leaves(xs)[0].shape[0]
 
+    # Without the checkpoint reverse mode would keep the intermediate results of all
+    # rounds.
     @jax.checkpoint
-    def one(state, each):
-        index, x = each
+    def add_round(total, indexed_round):
+        index, x = indexed_round
 
-        def add(state):
+        def add(total):
             terms = execution.map(fn, operator, x, width)
-            return state + jnp.sum(terms, axis=0, dtype=state.dtype)
+            return total + jnp.sum(terms, axis=0, dtype=total.dtype)
 
-        return jax.lax.cond(index < rounds, add, lambda state: state, state), None
+        return jax.lax.cond(index < rounds, add, lambda total: total, total), None
 
-    return jax.lax.scan(one, jnp.zeros_like(like), (jnp.arange(num_rounds), xs))[0]
+    indexed_rounds = (jnp.arange(num_rounds), xs)
+    return jax.lax.scan(add_round, jnp.zeros_like(like), indexed_rounds)[0]

@@ -2,6 +2,7 @@
 
 import collections
 import sys
+import types
 import warnings
 from collections.abc import Hashable
 from typing import Any
@@ -14,37 +15,39 @@ from .._core.code import FlatFunction
 from .._operators.door import EnteredOperator
 
 
-# The third time shows that the second was no change of mind.
-_MOST = 3
+# The number of programs from one line at which to warn. A second program may be a change
+# of settings; a third shows that it happens again and again.
+_WARN_AT = 3
+# Frames of these packages lie between the user's line and this module.
 _PACKAGES = ("traceax", "equinox", "jax", "jaxtyping", "beartype")
 
 
 class _Programs:
-    """Counts programs: those `traced` so far, and those that were compiled for calls from
-    the same line."""
+    """Counts programs: in `traced` all that were traced so far, and apart from that the
+    compiled programs of each line of the user's code."""
 
     def __init__(self):
         self.traced = 0
         self._of_line: collections.Counter[Hashable] = collections.Counter()
 
     def note(self, name: str, args: PyTree) -> None:
-        """Warn after the third program for a call from the same line, if nothing but the
-        code of functions can have changed."""
+        """Count a program that was compiled for the call `name`. Warn if it is the third
+        from the same line whose arguments differ in the code of functions alone."""
         level, frame = 1, sys._getframe(1)
-        while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        while frame.f_back is not None and _is_internal(frame):
             level, frame = level + 1, frame.f_back
         line = frame.f_code.co_filename, frame.f_lineno, name, _summary(args)
         self._of_line[line] += 1
-        if self._of_line[line] != _MOST or jax.config.jax_disable_jit:  # pyright: ignore
+        if self._of_line[line] != _WARN_AT or jax.config.jax_disable_jit:  # pyright: ignore
             return
         warnings.warn(
-            f"`{name}` was compiled {_MOST} times from this line, for operators and "
+            f"`{name}` was compiled {_WARN_AT} times from this line, for operators and "
             "settings that differ in the code of their functions alone. A Python number "
-            "in a function is a part of its code: close over an array in its place, such "
-            "as `jnp.asarray(number)`. A callback, or a function with a derivative rule "
+            "in a function is a part of its code: close over an array instead, such as "
+            "`jnp.asarray(number)`. A callback, or a function with a derivative rule "
             "(`jax.custom_jvp`, `jax.custom_vjp`) that is not defined in a module, is "
-            "compared by identity: make it, or the operator, once. Or make the operator "
-            "and the call inside of `jax.jit`.",
+            "compared by identity: make it, or the operator, once. Or make both the "
+            "operator and the call inside `jax.jit`.",
             stacklevel=level + 1,
         )
 
@@ -52,20 +55,22 @@ class _Programs:
 programs = _Programs()
 
 
-def _is_ours(module: str) -> bool:
+def _is_internal(frame: types.FrameType) -> bool:
+    """Whether a frame is of a package between the user's code and ours, or of ours."""
+    module = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in _PACKAGES
 
 
 def _summary(args: PyTree) -> Hashable:
-    """Shapes, dtypes and settings, without the code of functions."""
+    """Shapes, dtypes and settings of arguments, without the code of functions."""
     has_code = lambda x: isinstance(x, EnteredOperator | FlatFunction)  # noqa: E731
     leaves, treedef = jax.tree.flatten(args, is_leaf=has_code)
 
-    def one(leaf: Any) -> Hashable:
+    def summarise(leaf: Any) -> Hashable:
         if isinstance(leaf, EnteredOperator):
             return leaf.size, leaf.flat.dtype
         if isinstance(leaf, FlatFunction):
             return FlatFunction
         return (leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
-    return treedef, tuple(map(one, leaves))
+    return treedef, tuple(map(summarise, leaves))

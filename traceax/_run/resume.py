@@ -1,4 +1,4 @@
-"""What identifies a run that a later call goes on from."""
+"""The state of a run, and checks that a later call may resume it."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from .._core.jax_interfaces import Tracer
 
 
 class RunState(eqx.Module):
-    """What a later call goes on from.
+    """The state from which a later call resumes a run.
 
-    - `loop`: what the run left.
+    - `loop`: the state of its loop.
     - `key`: the data of its key, or `None` if it had none.
-    - `settings`: the task, as text, with shapes and dtypes in the place of arrays.
-    - `max_k`: the budget that buffers have room for.
+    - `settings`: the task as text, with shapes and dtypes instead of arrays.
+    - `max_k`: the budget for which the buffers have room.
     """
 
     loop: PyTree[Array]
@@ -29,13 +29,17 @@ class RunState(eqx.Module):
     def of(
         cls, loop: PyTree[Array], task: eqx.Module, key: PRNGKeyArray | None, max_k: int
     ) -> "RunState":
+        """The state of a run of `task` with this key."""
         data = None if key is None else jr.key_data(key)
-        return cls(loop, data, _settings(task), max_k)
+        return cls(loop=loop, key=data, settings=_settings(task), max_k=max_k)
 
 
 def _settings(task: eqx.Module) -> str:
+    """The task as text. Text is static, so it can be compared while a program is traced,
+    and two calls compare equal although their arrays are different objects."""
     shapes = eqx.filter_eval_shape(lambda x: x, task)
-    # Arrays may be committed to a device in one call, and be traced in another one.
+    # Structs of `filter_eval_shape` may name a sharding: one call has arrays that are
+    # committed to a device, where another one has traced arrays.
     plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
     shapes = jax.tree.map(lambda x: plain(x) if is_shape(x) else x, shapes)
@@ -43,7 +47,8 @@ def _settings(task: eqx.Module) -> str:
 
 
 def check_state(state: Any, task: eqx.Module, key: PRNGKeyArray | None) -> None:
-    """Raise if the state is of another call, as far as settings, shapes and key show."""
+    """Raise an error if the state is of another call, as far as settings, shapes and key
+    show. Numbers in the arrays of the task are not compared."""
     if not isinstance(state, RunState):
         raise TypeError(
             "`state` must be the `state` of a solution with an adaptive budget. Found an "
@@ -58,7 +63,7 @@ def check_state(state: Any, task: eqx.Module, key: PRNGKeyArray | None) -> None:
     if key is None or state.key is None:
         return
     data = jr.key_data(key)
-    # Traced keys cannot be compared.
+    # Traced keys have no numbers to compare.
     if isinstance(data, Tracer) or isinstance(state.key, Tracer):
         return
     if not np.array_equal(data, state.key):

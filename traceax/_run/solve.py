@@ -1,4 +1,15 @@
-"""From a task to its solution: the exact answer or an estimate, with its error bar."""
+"""From a task to its solution: the exact answer or an estimate, with its error bar.
+
+The error bar of a solution adds three independent errors of the estimate t,
+
+    std_err^2 = s^2 + floor^2 + unresolved^2,    floor = rounding max(|t|, magnitude),
+
+with s the standard error of sampling (`estimate.std_err`), `rounding` the relative
+rounding error of matvecs and of sums of n terms, and `unresolved` the part that rounding
+errors near the singularity of a function may contribute. No sample makes the last two
+smaller, so an adaptive budget whose tolerance is below them ends as
+`RESULTS.precision_lost`.
+"""
 
 import abc
 import dataclasses
@@ -27,7 +38,7 @@ from .symmetry import hint_for
 
 
 class AbstractTask(eqx.Module):
-    """An estimator, what it is to estimate, and the settings of one call."""
+    """An estimator, the quantity that it estimates, and the settings of one call."""
 
     quantity: eqx.AbstractVar[AbstractQuantity]
 
@@ -39,7 +50,7 @@ class AbstractTask(eqx.Module):
     @property
     @abc.abstractmethod
     def min_matvecs(self) -> int:
-        """The smallest budget that it works with."""
+        """The smallest budget with which the estimator works."""
 
     @property
     @abc.abstractmethod
@@ -47,21 +58,21 @@ class AbstractTask(eqx.Module):
         """The name of an estimator that works with any budget."""
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
-        """How many units of the budget the exact answer costs. A budget of as many or
-        more is spent on that, whatever the estimator."""
+        """The cost of the exact answer, in units of the budget. A budget of so many units
+        or more is spent on the exact answer, whatever the estimator."""
         return operator.size
 
     def exact_limit(self, operator: FlatOperator) -> int:
-        """The largest size of such an operator for which the exact answer takes the place
-        of one that ends as `RESULTS.too_few_steps`; 0 where no number of steps is
-        chosen."""
+        """The largest size of an operator for which the exact answer replaces an estimate
+        that ends as `RESULTS.too_few_steps`. It is 0 if the number of steps is not chosen
+        automatically."""
         return 0
 
     @abc.abstractmethod
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        """The exact answer, from at most n products."""
+        """The exact answer, from at most n matvecs."""
 
     @abc.abstractmethod
     def run(
@@ -84,13 +95,22 @@ def solve(
     execution: AbstractExecution,
     throw: bool,
 ) -> Solution:
-    """The solution of a task, by a compiled program. `state` is that of an earlier
+    """The solution of a task, by a compiled program. `state` is the state of an earlier
     solution, or None."""
     budget = budget_of(task, operator.size, k=k, key=key, state=state)
-    settings = {"name": task.name, "execution": execution, "throw": throw}
-    settings["hint"] = ft.partial(hint_for, operator)
     with raising_for_callbacks(budget) as budget:
-        return call(_solve, task, operator, budget, key, execution, **settings)
+        return call(
+            _solve,
+            task,
+            operator,
+            budget,
+            key,
+            execution,
+            name=task.name,
+            execution=execution,
+            throw=throw,
+            hint=ft.partial(hint_for, operator),
+        )
 
 
 def budget_of(
@@ -104,7 +124,7 @@ def budget_of(
     """The budget for an operator of this size, after checks of key, budget and state."""
     check_key(key)
     if isinstance(k, Adaptive):
-        budget, most = Budget.of(k, state), k.max_k
+        budget, max_k = Budget.of(k, state), k.max_k
         if state is not None:
             check_state(state, task, key)
     elif state is not None:
@@ -113,10 +133,11 @@ def budget_of(
             f"`k={k!r}`. Leave `state` out."
         )
     else:
-        budget = most = check_positive("k", k)
-    if most < min(task.min_matvecs, size):
+        budget = max_k = check_positive("k", k)
+    # For a smaller operator the budget is enough for the exact answer.
+    if max_k < min(task.min_matvecs, size):
         raise ValueError(
-            f"`{task.name}` needs at least k={task.min_matvecs}. Found k={most}. Raise "
+            f"`{task.name}` needs at least k={task.min_matvecs}. Found k={max_k}. Raise "
             f"`k`, or use `traceax.{task.fallback}`, which needs 1."
         )
     return budget
@@ -135,13 +156,15 @@ def solution_of(
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
 ) -> Solution:
-    """The solution, inside of a compiled program. A budget of `exact_cost` or more is
-    spent on the exact answer, whatever the estimator; an adaptive one, where that turns
-    out to be cheaper; and any one, where a number of steps that was chosen turns out to
-    be too small for an operator that is not large."""
+    """The solution of a task, as part of a compiled program.
+
+    A budget of `exact_cost` or more is spent on the exact answer, whatever the estimator.
+    The exact answer also replaces an estimate that failed: an adaptive one, if n units
+    were reserved for it, and any estimate of a small operator for which the chosen number
+    of steps was too small."""
     size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
 
-    def exactly():
+    def solve_exactly():
         solution = _package(task.exact(operator, facts, execution), quantity)
         if limit == 0:
             return solution
@@ -150,39 +173,54 @@ def solution_of(
 
     exact_cost = task.exact_cost(operator, facts)
     if first_budget(k) >= exact_cost or size < task.min_matvecs:
-        return exactly()
+        return solve_exactly()
     if isinstance(k, Budget):
-        estimate, k = _run_adaptive(task, operator, k, key, execution)
+        estimate, k = _run_adaptive(task, operator, k, key=key, execution=execution)
     else:
         estimate = task.run(operator, k, key, execution)
-    solution, ended = _package(estimate, quantity), jnp.zeros((), bool)
+    solution = _package(estimate, quantity)
+    # `failed` is known at run time only. `may_fail` is known while tracing: without it
+    # the exact answer is not compiled at all.
+    failed, may_fail = jnp.zeros((), bool), size <= limit
     if limit > 0:
-        stats = solution.stats | {"exact": ended}
+        stats = solution.stats | {"exact": failed}
         solution = dataclasses.replace(solution, stats=stats)
-    may_end = size <= limit
-    if may_end:
-        ended |= solution.result == RESULTS.too_few_steps
+    if may_fail:
+        failed |= solution.result == RESULTS.too_few_steps
     floor = jax.tree.map(jnp.zeros_like, solution.std_err)
     if isinstance(k, Budget):
-        pair = estimate.value, jnp.hypot(_floor(estimate), estimate.unresolved)
-        _, floor = quantity.present(*jax.lax.stop_gradient(pair))
+        value = jax.lax.stop_gradient(estimate.value)
+        rounding = jnp.hypot(_rounding_floor(estimate), estimate.unresolved)
+        _, floor = quantity.present(value, jax.lax.stop_gradient(rounding))
         if k.exact_cost is not None:
-            may_end = True
-            unknown = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
-            ended |= solution.result == RESULTS.max_matvecs_reached
-            ended |= unknown == RESULTS.precision_lost
-    if may_end:
-        # Of a batch, all take the same branch: that of one would be made for each.
+            may_fail = True
+            result = first_failure(
+                solution.result, _precision_failure(k.rule, solution, floor)
+            )
+            failed |= solution.result == RESULTS.max_matvecs_reached
+            failed |= result == RESULTS.precision_lost
+    if may_fail:
+        # Under `vmap` a condition that differs within the batch would compute both
+        # branches for every member. So the batch takes the exact branch as soon as one
+        # member fails, and the others keep their estimates. Without the checkpoint
+        # reverse mode would store the intermediate results of n matvecs in either branch.
         @jax.checkpoint
-        def take_exact():
-            exact = exactly()
-            pairs = (_replaced(solution, exact), exact.std_err), (solution, floor)
-            return jax.tree.map(lambda *x: jnp.where(ended, *x), *pairs)
+        def replace_by_exact():
+            exact = solve_exactly()
+            replacement = _match_structure(exact, solution), exact.std_err
+            return jax.tree.map(
+                lambda new, old: jnp.where(failed, new, old),
+                replacement,
+                (solution, floor),
+            )
 
-        branches = take_exact, lambda: (solution, floor)
-        solution, floor = jax.lax.cond(eqxi.unvmap_any(ended), *branches)
+        solution, floor = jax.lax.cond(
+            eqxi.unvmap_any(failed), replace_by_exact, lambda: (solution, floor)
+        )
     if isinstance(k, Budget):
-        result = first_failure(solution.result, _too_coarse(k.rule, solution, floor))
+        # Again, because the exact answer has rounding errors of its own.
+        precision = _precision_failure(k.rule, solution, floor)
+        result = first_failure(solution.result, precision)
         solution = dataclasses.replace(solution, result=result)
     return solution
 
@@ -191,17 +229,21 @@ def _run_adaptive(
     task: AbstractTask,
     operator: FlatOperator,
     k: Budget,
+    *,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
 ) -> tuple[Estimate, Budget]:
-    """The estimate, with the state that a later call goes on from; and the budget, less
-    what is kept back for the exact answer."""
-    size, earlier = operator.size, k.state
-    k = k.within(size, task.min_matvecs if earlier is None else earlier.max_k)
+    """The estimate, with the state from which a later call resumes, and the budget
+    without the units that are reserved for the exact answer."""
+    earlier = k.state
+    # Buffers only grow, so a call that resumes reserves n units only if the remaining
+    # budget is no smaller than the earlier one.
+    min_budget = task.min_matvecs if earlier is None else earlier.max_k
+    k = k.for_operator(operator.size, min_budget)
     if earlier is not None:
         if k.max_k < earlier.max_k:
             raise ValueError(
-                "`max_k` must not be below that of the call that `state` is of. Found "
+                "`max_k` must not be below that of the call that made `state`. Found "
                 f"{k.max_k} for {earlier.max_k}."
             )
         k = dataclasses.replace(k, state=earlier.loop)
@@ -210,44 +252,52 @@ def _run_adaptive(
     return dataclasses.replace(estimate, state=state), k
 
 
-def _too_coarse(rule: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
-    """Whether rounding errors alone, of the size `floor`, are above the tolerance. Of
-    values with several entries only that of the worst one is known."""
+def _precision_failure(rule: Adaptive, solution: Solution, floor: PyTree[Array]) -> Any:
+    """`RESULTS.precision_lost` if rounding errors alone, of size `floor`, exceed the
+    tolerance. It is not reported for a value with several entries, since the rounding
+    error of the worst entry says little about the norm of all errors."""
     value = jax.lax.stop_gradient(solution.value)
     if not (eqx.is_array(value) and value.ndim == 0):
         return failure(False, RESULTS.precision_lost)
     return failure(~rule.reachable(value, floor), RESULTS.precision_lost)
 
 
-def _floor(estimate: Estimate) -> Real[Array, "*q"]:
-    """The standard error that is due to rounding, but for what is unresolved; an infinite
-    value has none."""
+def _rounding_floor(estimate: Estimate) -> Real[Array, "*q"]:
+    """The part of the standard error that is due to rounding, without `unresolved`. It is
+    0 for an infinite value, which does not tell the size of rounding errors."""
     size = jnp.maximum(jnp.abs(estimate.value), estimate.magnitude)
     return estimate.rounding * jnp.where(jnp.isinf(estimate.value), 0, size)
 
 
 def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
-    """The solution: with the rounding floor in the error bar, derivatives of the value
-    alone, and the value in the form that users see."""
+    """The solution of an estimate: the rounding floor is added to its error bar, the
+    value takes the form that users see, and only the value keeps its derivatives."""
     value = estimate.value
-    others = estimate.std_err, estimate.samples, estimate.extra
-    std_err, samples, extra = jax.lax.stop_gradient(others)
-    kinds = {"bounds": estimate.bounds, "proven_bounds": estimate.proven_bounds}
+    # Only the value has a defined derivative. Those of error bars would differentiate the
+    # algorithm itself.
+    std_err = jax.lax.stop_gradient(estimate.std_err)
+    samples = jax.lax.stop_gradient(estimate.samples)
+    extra = jax.lax.stop_gradient(estimate.extra)
+    bounds = {"bounds": estimate.bounds, "proven_bounds": estimate.proven_bounds}
     if estimate.proven_bounds is None:
-        kinds["proven_bounds"] = estimate.bounds
-    kinds = jax.lax.stop_gradient({name: x for name, x in kinds.items() if x is not None})
+        bounds["proven_bounds"] = estimate.bounds
+    bounds = {name: x for name, x in bounds.items() if x is not None}
+    bounds = jax.lax.stop_gradient(bounds)
     if estimate.rounding > 0:
-        errors = _floor(estimate), estimate.unresolved
-        floor, unresolved = jax.lax.stop_gradient(errors)
+        floor = jax.lax.stop_gradient(_rounding_floor(estimate))
+        unresolved = jax.lax.stop_gradient(estimate.unresolved)
         std_err = jnp.hypot(std_err, jnp.hypot(floor, unresolved))
-        kinds = {
+        # The ends of the bounds contain `unresolved` already.
+        bounds = {
             name: jnp.stack([ends[:, 0], jnp.hypot(ends[:, 1], floor)], axis=1)
-            for name, ends in kinds.items()
+            for name, ends in bounds.items()
         }
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
+    # The estimator's own result explains more, so it comes first.
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
     result = first_failure(estimate.result, nonfinite)
+    # Again, because the root of a norm depends on the value.
     std_err = jax.lax.stop_gradient(std_err)
     stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
     if samples is None:
@@ -257,31 +307,52 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
             stats["skewness"] = quantity.arrange(skewness)
     else:
         stats["samples"] = samples
-    for name, ends in kinds.items():
-        lower, upper = (quantity.present(*end) for end in ends)
-        stats[name] = jax.tree.map(_two_by_two, *lower, *upper)
-    return Solution(value, std_err, result, stats | extra, estimate.state)
+    for name, ends in bounds.items():
+        stats[name] = _present_bounds(ends, quantity)
+    return Solution(
+        value=value,
+        std_err=std_err,
+        result=result,
+        stats=stats | extra,
+        state=estimate.state,
+    )
 
 
-def _two_by_two(*entries: Array) -> Array:
-    return jnp.stack(entries).reshape(2, 2, *entries[0].shape)
+def _present_bounds(
+    bounds: Real[Array, "2 2 *q"], quantity: AbstractQuantity
+) -> PyTree[Array]:
+    """The two bounds and their standard errors in the form that users see; each leaf has
+    two further axes in front."""
+    (lower, lower_err), (upper, upper_err) = bounds
+
+    def stack(*entries):
+        return jnp.stack(entries).reshape(2, 2, *entries[0].shape)
+
+    lower, lower_err = quantity.present(lower, lower_err)
+    upper, upper_err = quantity.present(upper, upper_err)
+    return jax.tree.map(stack, lower, lower_err, upper, upper_err)
 
 
-def _replaced(solution: Solution, exact: Solution) -> Solution:
-    """`exact`, in the form of the adaptive solution that it replaces, and with the
-    products of both. What that has for each sample, `exact` has for one."""
-    products = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
+def _match_structure(exact: Solution, solution: Solution) -> Solution:
+    """The exact solution with the structure, shapes and dtypes of the solution that it
+    replaces, as `lax.cond` needs them. Where that has an entry for each sample, the
+    single entry of the exact solution is repeated. The matvecs of both are counted."""
+    num_matvecs = exact.stats["num_matvecs"] + solution.stats["num_matvecs"]
 
-    def repeated(one, all):
-        return jnp.broadcast_to(one, jnp.shape(all)).astype(jnp.result_type(all))
+    def repeat(entry, entries):
+        repeated = jnp.broadcast_to(entry, jnp.shape(entries))
+        return repeated.astype(jnp.result_type(entries))
 
+    # Entries that the exact solution lacks, such as the history, are kept.
     stats = {
-        name: jax.tree.map(repeated, exact.stats.get(name, x), x)
+        name: jax.tree.map(repeat, exact.stats.get(name, x), x)
         for name, x in solution.stats.items()
     }
-    stats["num_matvecs"] = products
-    bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
-    stats |= jax.tree.map(jnp.zeros_like, bars)
-    made = ("num_samples", "num_steps")
-    stats |= {name: solution.stats[name] for name in made if name in stats}
+    stats["num_matvecs"] = num_matvecs
+    # Further error bars belong to the estimate; the exact answer has none.
+    error_bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
+    stats |= jax.tree.map(jnp.zeros_like, error_bars)
+    # These count the work of the estimate.
+    counts = ("num_samples", "num_steps")
+    stats |= {name: solution.stats[name] for name in counts if name in stats}
     return dataclasses.replace(exact, stats=stats, state=solution.state)

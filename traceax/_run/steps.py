@@ -1,3 +1,19 @@
+"""How many Krylov steps each probe makes, if that is chosen automatically.
+
+A quadratic form of s steps has a bracket [low, high] of its quadrature error. The first
+probe makes steps until
+
+    ((high - low) / 2 - rounding) / target <= share,
+
+where the left-hand side is the `excess` in the code. The target is the tolerance of an
+adaptive budget, or else the standard error of the mean of k forms `z* F z`, F = f(A),
+with real probes,
+
+    sqrt(2 / k) ||F - c I||_F,        c = tr(F) / n,
+
+whose `deviation` `||F - c I||_F` the first probe estimates.
+"""
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +35,42 @@ from .budget import Budget
 from .execution import AbstractExecution
 
 
-class AdaptiveSteps(eqx.Module):
-    r"""A number of Krylov steps that is chosen from the data: pass it as `num_steps`.
+# The default largest number of steps: the small factorisations take `max_steps**3`
+# operations for each probe, and 128 ** 3 are about as many as a matvec with a dense
+# matrix of 1400 rows. `docs/benchmarks.md` ("Steps that are too few") has a measurement
+# of 128.
+_MAX_STEPS = 128
+# Where vectors are long, fewer steps bound the memory of a Krylov basis: 2^28 numbers are
+# 1 GiB in float32. But the steps are not fewer than 64, with which more operators would
+# fail. Both are compromises and not measured optima.
+_MAX_BASIS_ENTRIES, _MIN_MAX_STEPS = 2**28, 64
 
-    A first run, from the first probe, goes on until half the width of its bracket is at
+# The size up to which an operator is factorised if the chosen steps were too few. So many
+# more matvecs and a factorisation cost about as much as the probes that missed: 20 probes
+# of 128 steps make 2560 matvecs. Without orthogonal eigenvectors or singular vectors a
+# factorisation takes ten times as long or more.
+_MAX_EXACT_SIZE, _MAX_EXACT_SIZE_NOT_ORTHOGONAL = 4096, 1024
+
+# `first` of `choose_steps` for functions without a bracket, whose quadrature error is
+# estimated from several iterates: one step does not have them.
+_FIRST_WITHOUT_BRACKET = 4
+
+
+class AdaptiveSteps(eqx.Module):
+    r"""A number of Krylov steps that is chosen automatically: pass it as `num_steps`.
+
+    A first run, from the first probe, continues until half the width of its bracket is at
     most `share` of a target. The target is the tolerance of an adaptive budget, or else
     the standard error of a mean over `k` probes,
-    $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, as that probe estimates
-    it. All probes then make as many steps, `stats["num_steps"]`. The first run costs as
-    many products again as one probe. For [`traceax.diagonal_of_function`][] an estimate
-    of the error of a product takes the place of the bracket.
+    $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, which that probe
+    estimates. Then every probe makes the same number of steps, `stats["num_steps"]`. The
+    first run costs as many additional matvecs as one probe. For
+    [`traceax.diagonal_of_function`][] the bracket is replaced by an estimate of the error
+    of a product with f(A).
 
     One compiled program serves all numbers of steps up to `max_steps`. Its buffers and
-    its small factorisations have that size: `max_steps**3` operations for each probe.
+    its small factorisations have that size: `max_steps` vectors of length n for each
+    probe of a block, and `max_steps**3` operations for each probe.
 
     !!! Example
 
@@ -51,16 +90,18 @@ class AdaptiveSteps(eqx.Module):
 
     **Attributes:**
 
-    - `max_steps`: the largest number of steps, a Python integer; more than n count as n.
-        By default 128 (64 for [`traceax.KrylovAwareEstimator`][], which keeps many
-        vectors for each step), or for more than two million rows as many as vectors of
-        that length take $2^{28}$ numbers, but at least 64.
-        If these leave a quadrature error above the error bar or the tolerance, or cannot
-        tell the operator from a singular one where that matters, the exact answer takes
-        the place of the estimate for n of at most 4096 (1024 for functions of operators
-        without a tag). Larger ones end as `RESULTS.too_few_steps`.
-    - `share`: the fraction of the target that the quadrature error may be, a real
-        number. Derivatives need more steps than the value: choose it smaller for them.
+    - `max_steps`: the largest number of steps, a Python integer; a larger number than n
+        counts as n. The default is 128 (64 for [`traceax.KrylovAwareEstimator`][], which
+        keeps many vectors for each step). For more than two million rows it is smaller,
+        but at least 64, so that so many vectors of length n have at most $2^{28}$
+        entries.
+        The steps may leave a quadrature error above the error bar or the tolerance, or
+        fail to distinguish the operator from a singular one where that matters. Then the
+        exact answer replaces the estimate if n is at most 4096 (1024 for functions of
+        operators without a tag). For a larger n the result is `RESULTS.too_few_steps`.
+    - `share`: the largest quadrature error as a fraction of the target, a positive real
+        number. Derivatives need more steps than the value, so choose a smaller `share`
+        for them.
     """
 
     max_steps: int | None = eqx.field(static=True, default=None)
@@ -74,8 +115,8 @@ class AdaptiveSteps(eqx.Module):
 
         **Raises:**
 
-        `TypeError` or `ValueError` for a `max_steps` that is not a Python integer of 1 or
-        more, and a `share` that is not positive.
+        `TypeError` or `ValueError` if `max_steps` is not a Python integer of 1 or more,
+        or if `share` is not a positive scalar.
         """
         if max_steps is not None:
             max_steps = check_positive("max_steps", max_steps)
@@ -87,28 +128,29 @@ class AdaptiveSteps(eqx.Module):
 
     @property
     def most(self) -> int:
-        """`max_steps`, which is known once the size of the operator is."""
+        """`max_steps`, after `check_steps` has set it for the size of the operator."""
         assert self.max_steps is not None
         return self.max_steps
 
 
-def check_steps(num_steps: Any, n: int, most: int = 128) -> int | AdaptiveSteps:
-    """A number of steps, a number or adaptive, that is at most n; if nothing is said, at
-    most as many as `most`, and as vectors of length n take 2^28 numbers, or 64 if that is
-    more."""
+def check_steps(num_steps: Any, n: int, default: int = _MAX_STEPS) -> int | AdaptiveSteps:
+    """The number of steps, fixed or adaptive, limited to n. An adaptive one without
+    `max_steps` has at most `default`, and for long vectors fewer."""
     if isinstance(num_steps, AdaptiveSteps):
-        if (limit := num_steps.max_steps) is None:
-            limit = min(most, max(64, 2**28 // n))
+        limit = num_steps.max_steps
+        if limit is None:
+            limit = min(default, max(_MIN_MAX_STEPS, _MAX_BASIS_ENTRIES // n))
         return AdaptiveSteps(min(limit, n), num_steps.share)
     return min(check_positive("num_steps", num_steps), n)
 
 
 def exact_limit(num_steps: int | AdaptiveSteps, *, orthogonal: bool = True) -> int:
-    """Up to which size an operator is factorised where the steps that were chosen are too
-    few: so many products, and a factorisation, cost about as much as the probes that
-    missed. One that is not of orthogonal vectors takes ten times as long or more."""
-    most = 4096 if orthogonal else 1024
-    return most if isinstance(num_steps, AdaptiveSteps) else 0
+    """The size up to which an operator is factorised if the chosen steps were too few; 0
+    if the user gave a number. `orthogonal` says whether the factorisation has orthogonal
+    vectors."""
+    if not isinstance(num_steps, AdaptiveSteps):
+        return 0
+    return _MAX_EXACT_SIZE if orthogonal else _MAX_EXACT_SIZE_NOT_ORTHOGONAL
 
 
 def excess_of_bracket(
@@ -119,35 +161,49 @@ def excess_of_bracket(
     k: int | Budget,
     quantity: AbstractQuantity,
 ) -> Real[Array, ""]:
-    """Half the width of a bracket, beyond rounding, over the target: the tolerance, or
-    the standard error of k forms, of which one has this `deviation`."""
+    """Half the width of a bracket, without the part that is due to rounding, divided by
+    the target. That is the tolerance, or the standard error of k forms one of which has
+    this `deviation`."""
+    # More steps do not make a bracket narrower than its rounding errors.
     rounding = operator.rounding * jnp.abs(value)
     if isinstance(k, Budget):
-        presented = [quantity.present(x, rounding) for x in (value, *bracket)]
-        value, low, high = (k.rule.size(each) for each, _ in presented)
-        rounding = k.rule.size(presented[0][1])
-        aimed = k.rule.tolerance(value)
+        # The tolerance is about the value in the form that users see, such as a root.
+        low, high = bracket
+        low, _ = quantity.present(low, rounding)
+        high, _ = quantity.present(high, rounding)
+        value, rounding = quantity.present(value, rounding)
+        low, high, rounding = k.rule.size(low), k.rule.size(high), k.rule.size(rounding)
+        target = k.rule.tolerance(k.rule.size(value))
     else:
         low, high = bracket
-        aimed = standard_error(deviation, k)
-    return excess(jnp.abs(high - low) / 2 - rounding, aimed)
+        target = standard_error(deviation, k)
+    return excess(jnp.abs(high - low) / 2 - rounding, target)
 
 
 def standard_error(deviation: Real[Array, ""] | float, k: int) -> Real[Array, ""]:
-    """That of a mean of `z* F z` over k real probes, with `||F - c||_F`, c its mean."""
+    """The standard error of the mean of `z* F z` over k real probes, for the deviation
+    `||F - c I||_F` with c the mean eigenvalue of F."""
+    # The variance of z* F z is 2 ||F||_F^2 for Hermitian F and Gaussian z. The part c I
+    # adds nothing where z* z = n, as for signs and probes on the sphere.
     return jnp.sqrt(2 / k) * deviation
 
 
-def excess(error: Real[Array, ""], aimed: Real[Array, ""]) -> Real[Array, ""]:
-    """An error divided by the target, which may be 0."""
+def excess(error: Real[Array, ""], target: Real[Array, ""]) -> Real[Array, ""]:
+    """An error divided by the target. If the target is 0, it is infinite for any error
+    but 0."""
     error = jnp.maximum(error, 0)
-    ratio = error / jnp.where(aimed > 0, aimed, 1)
-    return jnp.where((aimed > 0) | (error == 0), ratio, jnp.inf)
+    ratio = error / jnp.where(target > 0, target, 1)
+    return jnp.where((target > 0) | (error == 0), ratio, jnp.inf)
 
 
 class Steps(eqx.Module):
-    """How many steps each probe makes, of `most` for which there is room, and how many
-    it took to find out."""
+    """The number of Krylov steps of each probe.
+
+    - `most`: the number of steps for which there is room.
+    - `made`: the number of steps that each probe makes.
+    - `spent`: the number of steps of the run that chose it; 0 if none did.
+    - `chosen`: whether the number was chosen automatically.
+    """
 
     most: int = eqx.field(static=True)
     made: Int[Array, ""] | int
@@ -160,11 +216,12 @@ class Steps(eqx.Module):
         num_steps: int | AdaptiveSteps,
         choose: Callable[[AdaptiveSteps], Int[Array, ""]],
     ) -> "Steps":
-        """As many as `num_steps` says, or as `choose` finds out."""
+        """The number `num_steps`, or the number that `choose` returns if it is
+        adaptive."""
         if not isinstance(num_steps, AdaptiveSteps):
-            return cls(num_steps, num_steps, 0, False)
-        made = choose(num_steps)
-        return cls(num_steps.most, made, made, True)
+            return cls(most=num_steps, made=num_steps, spent=0, chosen=False)
+        steps = choose(num_steps)
+        return cls(most=num_steps.most, made=steps, spent=steps, chosen=True)
 
     @classmethod
     def resumed(
@@ -173,24 +230,26 @@ class Steps(eqx.Module):
         choose: Callable[[AdaptiveSteps], Int[Array, ""]],
         k: int | Budget,
     ) -> "tuple[Steps, int | Budget]":
-        """The same, but those of an earlier run if k goes on from one; and k for the loop
-        that takes them."""
+        """As `of`, but with the number of an earlier run if k resumes one. Also returns k
+        with the state that the loop resumes."""
         if not isinstance(k, Budget) or k.state is None:
             return cls.of(num_steps, choose), k
-        made, loop = k.state
-        return cls.of(num_steps, lambda _: made), dataclasses.replace(k, state=loop)
+        earlier, loop = k.state
+        return cls.of(num_steps, lambda _: earlier), dataclasses.replace(k, state=loop)
 
     def report(self, missed: Bool[Array, ""]) -> tuple[dict[str, Array], Any]:
-        """Their number, for `stats`, and the result, which says whether those that were
-        chosen were too few."""
-        taken = {"num_steps": jnp.asarray(self.made, jnp.int32)}
+        """The entry of `stats` with the number of steps, and the result: where the number
+        was chosen and the target was `missed`, `RESULTS.too_few_steps`."""
+        stats = {"num_steps": jnp.asarray(self.made, jnp.int32)}
+        # A number that the user gave is taken as it is.
         if not self.chosen:
-            return taken, None
-        return taken, failure(missed, RESULTS.too_few_steps)
+            return stats, None
+        return stats, failure(missed, RESULTS.too_few_steps)
 
     def state(self, loop: PyTree[Array] | None) -> PyTree[Array] | None:
-        """That of an adaptive run, with the number of steps: of a run that goes on, all
-        samples have as many."""
+        """The state of an adaptive run: the state of its loop, and the number of steps.
+        A run that resumes takes the same number, so that all its samples have the same
+        quadrature error."""
         return None if loop is None else (jnp.asarray(self.made, jnp.int32), loop)
 
 
@@ -204,27 +263,29 @@ def choose_steps_of_form(
     excess: Callable[[Array, Array, Array], Real[Array, ""]],
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """How many steps a quadratic form with this probe takes. `excess` is of its value,
-    its bracket and its deviation; `bound` is a lower one of the eigenvalues."""
-    least = 1 if function.bracketed else 4
+    """The number of steps that the quadratic form of this probe needs. `excess` is a
+    function of its value, its bracket and its deviation; `bound` is a lower bound of the
+    eigenvalues."""
+    first = 1 if function.bracketed else _FIRST_WITHOUT_BRACKET
     function, bound = freeze((function, bound))
 
-    def look(flat, state, made):
-        form = krylov.read(flat, state, made, function, bound, 1)
+    def excess_after(flat, state, steps):
+        # The derivative is not read here, so one column of it is enough.
+        form = krylov.read(flat, state, steps, function, bound, 1)
         return excess_of_form(form, excess)
 
-    return choose_steps(adaptive, krylov, operator, probe, least, look, execution)
+    return choose_steps(adaptive, krylov, operator, probe, first, excess_after, execution)
 
 
 def excess_of_form(
     form: QuadraticForm, excess: Callable[[Array, Array, Array], Real[Array, ""]]
 ) -> Real[Array, ""]:
-    """The `excess` of the bracket of a form, infinite while the function is infinite at
-    zero and the operator may be singular. What is estimated besides would differ too much
-    from one probe to the next."""
-    found = excess(form.value, form.bracket, form.deviation)
+    """The `excess` of the bracket of a form. It is infinite while the operator may be
+    singular and the function is infinite at zero. Other estimates of the quadrature error
+    are left out: they differ too much from one probe to the next."""
+    ratio = excess(form.value, form.bracket, form.deviation)
     may_be_singular = Convergence.of(form).may_be_singular(SEEN_BY_ONE)
-    return jnp.where(may_be_singular, jnp.inf, found)
+    return jnp.where(may_be_singular, jnp.inf, ratio)
 
 
 def choose_steps(
@@ -232,30 +293,41 @@ def choose_steps(
     krylov: AbstractKrylovMethod,
     operator: FlatOperator,
     probe: Inexact[Array, " n"],
-    least: int,
-    look: Callable[[FlatOperator, PyTree[Array], Int[Array, ""]], Real[Array, ""]],
+    first: int,
+    excess_after: Callable[
+        [FlatOperator, PyTree[Array], Int[Array, ""]], Real[Array, ""]
+    ],
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """How many steps this probe takes until the excess that `look(operator, state,
-    steps)` finds is small enough. It looks after 4, 6, 8, 10 and 12 steps, and then each
-    time their number has grown by a third; if `least` is 1, after 1 and 2 too."""
+    """The number of steps after which `excess_after(operator, state, steps)` is at most
+    `adaptive.share` for this probe.
+
+    It is computed after 2, 4, 6, 8 and 10 steps, and then each time the number of steps
+    has grown by a third; if `first` is 1, after 1 step too. So at most about a third of
+    the steps are wasted, and the number of excesses, each with a factorisation, grows
+    with the logarithm of the number of steps."""
     most = adaptive.most
 
     def run(flat, probe):
         def unfinished(carry) -> Bool[Array, ""]:
-            _, made, enough = carry
-            return ~enough & (made < most)
+            _, steps, converged = carry
+            return ~converged & (steps < most)
 
         def advance(carry):
-            state, made, _ = carry
-            more = jnp.maximum(jnp.clip(made, least, 2), made // 3)
-            following = jnp.minimum(made + more, most)
-            state = krylov.advance(flat, state, made, following)
-            return state, following, look(flat, state, following) <= adaptive.share
+            state, steps, _ = carry
+            # `clip` returns its upper limit, 2, for any `first` above that.
+            increment = jnp.maximum(jnp.clip(steps, first, 2), steps // 3)
+            next_steps = jnp.minimum(steps + increment, most)
+            state = krylov.advance(flat, state, steps, next_steps)
+            converged = excess_after(flat, state, next_steps) <= adaptive.share
+            return state, next_steps, converged
 
         state = krylov.start(flat, probe, most)
         carry = state, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
         return jax.lax.while_loop(unfinished, advance, carry)[1]
 
-    frozen = operator.frozen
-    return execution.map(run, frozen, jax.lax.stop_gradient(probe)[None], most)[0]
+    # One input of an execution and not a plain call, so that on a mesh the operator is
+    # applied as it is for the other probes. The width is the number of vectors in a
+    # Krylov basis.
+    probes = jax.lax.stop_gradient(probe)[None]
+    return execution.map(run, operator.frozen, probes, width=most)[0]

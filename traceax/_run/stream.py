@@ -1,4 +1,14 @@
-"""Independent samples for a whole budget."""
+"""The mean of independent samples, for a fixed or an adaptive budget.
+
+With samples `t_i`, i = 0, ..., k - 1, from independent probes the estimate is their mean
+
+    t = (1/k) sum_i t_i,        Var t = Var(t_i) / k.
+
+Only the moments of the samples are merged over chunks, rounds and devices, and these
+carry no derivatives: a derivative of the merged moments would communicate once more in
+the backward pass. The function `mean` has the derivative of t instead, from the samples,
+which stay on their devices. See "Architecture" in the developer documentation.
+"""
 
 from collections.abc import Callable
 
@@ -11,18 +21,20 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .budget import Budget
 from .execution import AbstractExecution
-from .fold import fold, stacked, zeros_like_shapes
+from .fold import fold, prepend, zeros_like_shapes
 from .loop import Assessment, iterate, LoopResult, sum_over_rounds
 
 
 class Streamed(eqx.Module):
-    """What `stream` has made of independent samples.
+    """The samples of `stream`, and their summary.
 
-    - `samples`: the samples, infinite where none were made, if they are kept.
-    - `others`: what came with each of them, likewise.
-    - `summary`: what all of them reduce to, their `Moments` first.
+    - `samples`: the samples, or None if they are not kept. Entries beyond `count` are
+        infinite.
+    - `others`: the second results of `fn`, filled likewise.
+    - `summary`: the merged summary of all samples, whose first entry is their `Moments`.
     - `mean`: a function whose result has the derivatives of the mean.
     - `count`: the number of samples.
+    - `loop`: how the loop over rounds ended.
     """
 
     samples: Inexact[Array, " m"] | None
@@ -45,68 +57,112 @@ def stream(
     keep: bool = True,
     quantity: AbstractQuantity = Trace(),
 ) -> Streamed:
-    """Independent samples for the whole budget: `fn(operator, i)` is the pair of sample i
-    and what comes with it.
+    """Draw independent samples for the whole budget. `fn(operator, i)` returns sample i
+    and further results that belong to it.
 
-    `reduce(pairs, valid)` summarises the pairs of one device, their `Moments` first, and
-    `merge` makes one summary of several that are stacked. A summary of no samples is all
-    zeros. Samples, and what comes with them, are kept, or else no more of them at a time
-    than the execution takes. The error that an adaptive budget compares with its
-    tolerance is that of what the `quantity` presents to users.
+    `reduce(outs, valid)` summarises the results of one device, with their `Moments`
+    first, and `merge` turns several stacked summaries into one. A summary of no samples
+    is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
+    chunk of them in memory. An adaptive budget compares the error of the value in the
+    form that `quantity` presents to users with its tolerance.
     """
-    if not isinstance(k, Budget) and not keep:
+    if isinstance(k, Budget):
+        return _stream_rounds(
+            fn, reduce, merge, operator, k, execution, width, keep=keep, quantity=quantity
+        )
+    if not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)
-        return Streamed(None, (), summary, lambda: total / k, k, LoopResult())
-    if not isinstance(k, Budget):
-        outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
-        samples, others = outs
-        summary, mean = merge(parts), lambda: jnp.mean(samples)
-        return Streamed(samples, others, summary, mean, k, LoopResult())
+        return Streamed(
+            samples=None,
+            others=(),
+            summary=summary,
+            mean=lambda: total / k,
+            count=k,
+            loop=LoopResult(),
+        )
+    # A loop of one round would make the first call of Hutchinson's estimator half as long
+    # again, so a fixed budget is one call of the execution.
+    outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
+    samples, others = outs
+    return Streamed(
+        samples=samples,
+        others=others,
+        summary=merge(parts),
+        mean=lambda: jnp.mean(samples),
+        count=k,
+        loop=LoopResult(),
+    )
 
+
+def _stream_rounds(
+    fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
+    reduce: Callable[[PyTree, Bool[Array, " p"]], tuple],
+    merge: Callable[[tuple], tuple],
+    operator: FlatOperator,
+    k: Budget,
+    execution: AbstractExecution,
+    width: int,
+    *,
+    keep: bool,
+    quantity: AbstractQuantity,
+) -> Streamed:
+    """`stream` for an adaptive budget."""
     size, num_rounds = k.round_size, k.num_rounds
-    # Before the loop: one with tangents and effects has no reverse mode.
+    # Frozen before the loop and not in its body: a `while_loop` with tangents and
+    # effects, such as a callback, has no reverse mode.
     frozen = operator.frozen
 
-    # Traced once, for the shapes of the buffers and for the loop.
+    # Jitted so that it is traced once, for the shapes of the buffers and for the loop.
     @jax.jit
-    def one_round(rounds):
+    def sample_round(rounds):
         indices = rounds * size + jnp.arange(size)
         return execution.map_reduce(fn, reduce, frozen, indices, width)
 
     def step(buffers, rounds):
-        outs, parts = one_round(rounds)
-        kept, summary = buffers
-        kept = jax.tree.map(
-            lambda all, new: jax.lax.dynamic_update_slice_in_dim(
-                all, new, rounds * size, axis=0
+        outs, parts = sample_round(rounds)
+        results, summary = buffers
+        results = jax.tree.map(
+            lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(
+                buffer, new, rounds * size, axis=0
             ),
-            kept,
+            results,
             outs if keep else (None, ()),
         )
-        return kept, merge(stacked(summary, parts))
+        return results, merge(prepend(summary, parts))
 
-    outs, parts = jax.eval_shape(one_round, jnp.zeros((), jnp.int32))
-    kept = jax.tree.map(
+    # Infinite and not NaN, at which `jax_debug_nans` would stop.
+    outs, parts = jax.eval_shape(sample_round, jnp.zeros((), jnp.int32))
+    empty_results = jax.tree.map(
         lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype),
         outs if keep else (None, ()),
     )
-    none = zeros_like_shapes(jax.eval_shape(merge, parts))
+    empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
 
     def assess(buffers, _):
         moments = buffers[1][0]
-        std_err = moments.std_err()
-        value, std_err = quantity.present(moments.mean, std_err)
-        return Assessment(k.rule.size(value), k.rule.size(std_err), moments.count)
+        value, std_err = quantity.present(moments.mean, moments.std_err())
+        return Assessment(
+            value=k.rule.size(value),
+            std_err=k.rule.size(std_err),
+            count=moments.count,
+        )
 
-    loop = iterate(k, step, assess, (kept, none), independent=True)
+    loop = iterate(k, step, assess, (empty_results, empty_summary), independent=True)
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 
     def mean():
-        indices = jnp.arange(num_rounds * size).reshape(num_rounds, size)
-        sample = lambda operator, i: fn(operator, i)[0]  # noqa: E731
-        settings = loop.rounds, summary[0].mean, execution, width
-        total = sum_over_rounds(sample, operator, indices, *settings)
+        # `while_loop` has no reverse mode; this sum has. It is not run where no
+        # derivative is taken.
+        total = sum_over_rounds(
+            lambda operator, index: fn(operator, index)[0],
+            operator,
+            jnp.arange(num_rounds * size).reshape(num_rounds, size),
+            rounds=loop.rounds,
+            like=summary[0].mean,
+            execution=execution,
+            width=width,
+        )
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
     return Streamed(samples, others, summary, mean, count, loop)
