@@ -1,5 +1,6 @@
 import gc
 import os
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
@@ -75,6 +76,43 @@ _CHECKED = (
 jaxtyping.install_import_hook(
     [f"traceax.{name}" for name in _CHECKED], "beartype.beartype"
 )
+
+
+ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="slow tests too, which are most of the time"
+    )
+
+
+def kept(marker):
+    """Patterns of the cases that are not slow, of a test marked
+    `@pytest.mark.slow(but=...)`."""
+    patterns = marker.kwargs.get("but", ())
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def case_of(item):
+    """What a name of a test has in brackets."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def is_slow(item):
+    marker = item.get_closest_marker("slow")
+    return marker is not None and not any(
+        fnmatchcase(case_of(item), pattern) for pattern in kept(marker)
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without `--all` slow tests are left out, unless they are asked for by name."""
+    config.stash[ALL_ITEMS] = list(items)
+    if config.option.all or any("::" in arg for arg in config.args):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+    items[:] = [item for item in items if not is_slow(item)]
 
 
 def pytest_configure(config):

@@ -187,6 +187,7 @@ def report_of(operator, expected):
     return report
 
 
+@pytest.mark.slow(but=("definite", "complex", "tree"))
 @pytest.mark.parametrize("name", GOOD)
 def test_good(name):
     operator, expected, said = GOOD[name]

@@ -136,6 +136,14 @@ def matrices_for(case, dtype):
     return [flat, general]
 
 
+@pytest.mark.slow(
+    but=(
+        "Hutchinson-float64",
+        "XDiag-complex128",
+        "DiagPlus*-float64",
+        "XNysDiag-*-float64",
+    )
+)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, np.float64) for case in CASES]
@@ -208,6 +216,7 @@ def test_scales(case):
 # --- dtypes, PyTrees ---
 
 
+@pytest.mark.slow(but=("Hutchinson-float32", "*-complex64"))
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -252,6 +261,7 @@ def curved(tree):
     return sum(terms) + jnp.sum(tree["a"]) * tree["b"][1] * 0.1
 
 
+@pytest.mark.slow(but="AutoDiagonal")
 @pytest.mark.parametrize("case", [HUTCHINSON, AUTO], ids=str)
 def test_trees(case):
     """Value and error bar have the structure of the operator, in one dtype."""
@@ -339,6 +349,7 @@ def test_the_default_has_an_error_bar():
     assert np.all(np.isfinite(solution.std_err))
 
 
+@pytest.mark.slow(but=("XDiag", "DiagPlusPlus"))
 @pytest.mark.parametrize("case", [XDIAG, DIAGPP, AUTO, XTRACE, XNYSTRACE], ids=str)
 def test_few_products(case):
     """An odd number, of which some leave one out. Unbiased: 240 z-scores over 100 keys,
@@ -368,6 +379,7 @@ def together(stack, estimator, keys, tags):
     return jax.vmap(every_key)(stack)
 
 
+@pytest.mark.slow(but=("Hutchinson", "AutoDiagonal-tagged"))
 @pytest.mark.parametrize("case", [HUTCHINSON, AUTO, AUTO_TAGGED], ids=str)
 def test_vmap_over_operators_and_keys(case):
     matrices = matrices_for(case, np.float64)
@@ -381,6 +393,7 @@ def test_vmap_over_operators_and_keys(case):
     assert np.allclose(std_errs[:2], alone.std_err, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow(but="XDiag")
 @pytest.mark.parametrize("case", [XDIAG, AUTO_TAGGED], ids=str)
 def test_without_jit(case):
     matrix = matrices_for(case, np.float64)[1]
@@ -401,6 +414,7 @@ def test_hermitian_tag():
     assert np.allclose(*values, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_negative_operators():
     """Negated before, and the estimate after."""
     matrix = jnp.asarray(hermitian(1, 0.5**INDEX))
@@ -466,6 +480,7 @@ def test_class_for_instance():
 # --- preconditioning ---
 
 
+@pytest.mark.slow
 def test_jacobi_preconditioner():
     """At most half the iterations of CG on a badly scaled matrix, on arrays and trees."""
     n = 60

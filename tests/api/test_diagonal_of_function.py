@@ -53,6 +53,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow(but="complex")
 @pytest.mark.parametrize("name", CASES)
 def test_intervals_hold_the_entries(name):
     """Of an entry with the frequency asked for, over 60 keys and all entries, whose
@@ -108,6 +109,7 @@ class Shift(tx.AbstractPreconditioner):
         return value
 
 
+@pytest.mark.slow
 def test_preconditioner():
     """Unbiased, and many times more accurate from fewer products."""
     matrix = kernel(np.complex128)
@@ -127,6 +129,7 @@ def test_preconditioner():
     assert np.median(errors[0]) < np.median(errors[1]) / 10
 
 
+@pytest.mark.slow
 def test_known_diagonals():
     preconditioner = nystrom(kernel())
     vectors, values = np.asarray(preconditioner.vectors), preconditioner.values
@@ -148,6 +151,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.slow(but="callable")
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_outside_of_the_domain(name):
     """Estimated and exactly; products are NaN."""
@@ -161,6 +165,7 @@ def test_outside_of_the_domain(name):
     assert np.all(np.isnan(product(np.ones(N))))
 
 
+@pytest.mark.slow
 def test_outside_of_the_domain_for_few_probes():
     """Signs see the mean of the eigenvalues in one step, which is positive; some normal
     vectors see the negative one. And what is not finite is told apart."""
@@ -174,6 +179,7 @@ def test_outside_of_the_domain_for_few_probes():
     assert found.result == tx.RESULTS.nonfinite_product
 
 
+@pytest.mark.slow
 def test_ill_conditioned_in_float32():
     """Errors of rounding are in the interval, or the call is flagged, as it is not for a
     condition number of 1e3."""
@@ -196,6 +202,7 @@ STEEP = {
 }
 
 
+@pytest.mark.slow(but="root-*")
 @pytest.mark.parametrize("k", [12, N])
 @pytest.mark.parametrize("name", STEEP)
 def test_functions_that_are_steep_at_zero(name, k):
@@ -213,6 +220,7 @@ def test_functions_that_are_steep_at_zero(name, k):
             assert np.mean(np.where(successful, inside, 1)) > 0.93
 
 
+@pytest.mark.slow
 def test_function_that_is_steep_beyond_the_ritz_values():
     """All of the diagonal comes from eigenvalues that too few steps do not see."""
     matrix = hermitian(0, np.linspace(100, 1e4, N))
@@ -285,6 +293,7 @@ def over_keys_with_errors(matrix, keys, rank=None, function=tx.Inverse(), **sett
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNSEEN)
 @pytest.mark.usefixtures("without_exact_answers")
 def test_eigenvalues_that_the_steps_do_not_see(name):
@@ -313,6 +322,7 @@ def test_eigenvalues_that_the_steps_do_not_see(name):
 GRAM = (lambda x: x @ x.T)(np.random.default_rng(0).standard_normal((200, 300)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "shifts"), [(np.float64, [1e-10]), (np.float32, [1e-3, 1e-8])]
 )
@@ -332,6 +342,7 @@ def test_small_shifts_of_the_inverse(dtype, shifts):
         assert np.all(np.abs(value - exact) < 8 * bar)
 
 
+@pytest.mark.slow
 def test_steps_that_were_given_make_useful_intervals():
     """Twelve are enough to find that the spectrum ends."""
     matrix = hermitian(0, np.linspace(0.1, 1, 100))
@@ -342,6 +353,7 @@ def test_steps_that_were_given_make_useful_intervals():
     assert np.median(high - low) / 2 < 5 * np.median(np.abs(value - exact))
 
 
+@pytest.mark.slow
 def test_bars_count_the_error_of_chosen_steps():
     """Nearly all of the diagonal is that of one eigenvector, so the error of sampling is
     far below that of the steps."""
@@ -366,6 +378,7 @@ def slopes_in_the_scale(matrix, keys):
     return [jax.lax.map(lambda key: one(key, s), keys) for s in (8, 60)]  # noqa: B023
 
 
+@pytest.mark.slow
 def test_residual_of_the_derivative():
     """It shows where the Krylov space misses the derivative, and where not."""
     matrix = geometric(1e4, 60)
@@ -407,6 +420,7 @@ def test_derivative_in_the_operator():
     assert z_score(estimates, exact) < 4
 
 
+@pytest.mark.slow
 def test_derivative_in_the_function():
     matrix = hermitian(0, np.linspace(0.1, 2, N))
 
@@ -440,6 +454,7 @@ def with_slope(matrix, scale, key, num_steps):
     return slope, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1.5, 4.0, 20.0])
 def test_chosen_steps_are_enough_and_few(largest):
     """Their error, beside dense arithmetic, is below a tenth of that of k signs, and that
@@ -482,6 +497,7 @@ def krylov_vectors(matrix, vector, steps):
     return np.stack(vectors, axis=1)
 
 
+@pytest.mark.slow
 def test_value_and_derivative_are_those_of_as_many_steps():
     matrix, scale = hermitian(0, np.linspace(-1, 4, N)), np.array(1.1)
     slope, found = with_slope(matrix, scale, KEY, STEPS)
@@ -491,6 +507,7 @@ def test_value_and_derivative_are_those_of_as_many_steps():
     assert np.isclose(slope, expected_slope, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_chosen_steps_reach_a_tolerance_or_tell():
     """A tolerance for which signs are enough; two steps are not."""
@@ -510,6 +527,7 @@ def test_chosen_steps_reach_a_tolerance_or_tell():
     assert found.result == tx.RESULTS.too_few_steps
 
 
+@pytest.mark.slow
 def test_preconditioner_makes_the_chosen_steps_few():
     matrix = kernel()
     exact = exact_diagonal(matrix, lambda x: 1 / x)
@@ -519,6 +537,7 @@ def test_preconditioner_makes_the_chosen_steps_few():
     assert np.linalg.norm(found.value - exact) < 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "k"), [(HUTCHINSON, 16), (tx.XDiagEstimator(), 24)]
 )
@@ -547,6 +566,7 @@ def with_some_alone(size, few):
     return lx.FunctionLinearOperator(mv, structure, PSD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "few", "num_steps"),
     [(300, [0.04, 0.06, 0.1], 10), (30000, [0.1], tx.AdaptiveSteps())],
@@ -576,6 +596,7 @@ def test_entries_far_less_accurate_than_others(size, few, num_steps):
         assert np.all(np.abs(values - exact) < 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_tolerance_of_the_largest_entry():
     """One that has not converged is told, by a norm that sees it."""
@@ -599,6 +620,7 @@ def test_tolerance_of_the_largest_entry():
     assert result(40) == tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_products_are_counted():
     calls, matrix = [], kernel()
 
@@ -617,6 +639,7 @@ def test_products_are_counted():
     assert found.stats["num_matvecs"] == len(calls) + 12 == 7 * 4 + 12
 
 
+@pytest.mark.slow
 def test_trees_tolerances_and_meshes():
     matrix = hermitian(0, np.linspace(1, 2, N))
     structure = {"a": jax.ShapeDtypeStruct((2, 3), float)}
@@ -713,6 +736,7 @@ class Jacobi(tx.AbstractPreconditioner):
         return value
 
 
+@pytest.mark.slow
 def test_a_preconditioner_is_constant_wherever_it_is_made():
     """With derivatives in a part of it, the derivative of the inverse would be zero."""
     matrix = np.diag(np.linspace(1, 5, N)) + 0.01 * hermitian(0, np.linspace(-1, 1, N))

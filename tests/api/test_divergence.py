@@ -103,6 +103,7 @@ def test_evaluates_once():
     assert len(evaluations) == 1
 
 
+@pytest.mark.slow
 def test_trees_batches_and_estimators():
     """`vmap` over points and keys is a loop; a PyTree is the vector of its leaves."""
     matrix, x = case()

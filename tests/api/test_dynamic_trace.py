@@ -107,6 +107,7 @@ def test_no_bias_adds_up():
         assert z_score(value[:, t], exact[t]) < 5, t
 
 
+@pytest.mark.slow(but="sampler0-2")
 @pytest.mark.parametrize("num_probes", [2, 4])
 @pytest.mark.parametrize("sampler", [tx.RademacherSampler(), tx.NormalSampler()])
 def test_bars_of_few_probes_cover(num_probes, sampler):
@@ -157,6 +158,7 @@ def test_operator_that_stays():
     assert np.all(gamma < 1)
 
 
+@pytest.mark.slow(but="*-float32-3")
 @pytest.mark.parametrize("num_probes", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("swing", [0.0, 1e-3])
@@ -197,6 +199,7 @@ def test_bar_is_no_less_than_rounding():
 # --- structures, transformations ---
 
 
+@pytest.mark.slow
 def test_hessian_of_a_loss_during_training():
     """A PyTree operator, with parameters that an optimiser updates inside a scan."""
     generator = np.random.default_rng(4)

@@ -51,6 +51,7 @@ def log_prob(matrix, residual, key=KEY, *, tags=PSD, k=6, num_steps=12, **settin
     return tx.gaussian_log_prob(matrix_free(matrix, tags), residual, **settings)
 
 
+@pytest.mark.slow(but="float64")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_value_and_gradient(dtype):
     """The preconditioner is made from the parameters that derivatives are taken in.
@@ -129,6 +130,7 @@ def test_exact_budget_on_pytrees():
     assert np.allclose(-(form + N * np.log(2 * np.pi)) / 2, value, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_bracket_becomes_the_interval():
     """Of the log-determinant, with the signs exchanged."""
     matrix = kernel(PARAMETERS)
@@ -141,6 +143,7 @@ def test_bracket_becomes_the_interval():
     assert np.allclose(found.std_err, determinant.std_err / 2, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_scales_of_any_size():
     """In powers of two, which round nothing; `lineax.CG` alone breaks down."""
     matrix, residual = kernel(PARAMETERS.astype(np.float32)), np.float32(RESIDUAL)
@@ -175,6 +178,7 @@ def test_bars_count_rounding():
     assert bar / 10 < error < 1.5 * bar
 
 
+@pytest.mark.slow
 def test_several_residuals_share_the_determinant():
     """Every product is seen by the host."""
     matrix, seen = kernel(PARAMETERS), []
@@ -210,6 +214,7 @@ def test_several_residuals_share_the_determinant():
         assert sum(seen) == 30 + count * (steps[0] + 2)
 
 
+@pytest.mark.slow
 def test_warm_starts_and_preconditioners_save_steps():
     matrix, near = kernel(PARAMETERS), kernel(PARAMETERS * 1.001)
     tags = {"tags": PSD, "initial": np.zeros(N)}
@@ -229,6 +234,7 @@ def test_warm_starts_and_preconditioners_save_steps():
     assert np.allclose(form, RESIDUAL @ np.linalg.solve(near, RESIDUAL), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_rounding_of_the_quadratic_form():
     """In float32, of a condition of 1e5, where the log-determinant is ten times more
     accurate, and over 100 keys. By chance the error that is left of the solve may be
@@ -255,6 +261,7 @@ def test_rounding_of_the_quadratic_form():
     assert np.mean((low <= exact) & (exact <= high)) >= 0.95
 
 
+@pytest.mark.slow
 def test_preconditioner_chosen_by_the_data():
     """It is made once, for the determinant and the solve, and its products count."""
     made = []
@@ -287,6 +294,7 @@ def test_preconditioner_chosen_by_the_data():
     assert np.allclose(found, np.trace(slope), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_preconditioner_of_a_run_that_goes_on():
     """It is that of the first run, of which the samples are, whatever the tolerance."""
 
@@ -307,6 +315,7 @@ def test_preconditioner_of_a_run_that_goes_on():
         run(rtol=1e-3, state=of_logdet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "dtype"),
     [
@@ -335,6 +344,7 @@ def test_no_residual():
     assert np.allclose(found.stats["quadratic_form"], 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_float16():
     """Solutions that are no numbers of float16, and eigenvalues that are none."""
     structure = jax.ShapeDtypeStruct((4,), np.float16)
@@ -355,6 +365,7 @@ def test_float16():
     assert np.allclose(found.stats["quadratic_form"], exact, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_failures_are_told():
     matrix = kernel(PARAMETERS)
     hasty = lx.CG(1e-8, 1e-8, max_steps=2)
@@ -432,6 +443,7 @@ def nystrom(matrix, shift):
     return tx.nystrom_preconditioner(operator, 10, key=jr.key(1), shift=shift)
 
 
+@pytest.mark.slow
 def test_history_is_that_of_the_density():
     budget = tx.Adaptive(atol=0.05, max_k=36, round_size=4, min_samples=4, history=True)
     settings = {"k": budget, "num_steps": 12, "key": KEY, "throw": False}
@@ -469,6 +481,7 @@ def check_parts(solution, matrix, residual):
     assert np.allclose(solution.value, value, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [N, tx.Adaptive(rtol=1e-9, max_k=2 * N)], ids=["n", "2 n"])
 @pytest.mark.parametrize("scale", [1e-20, 1e6, 1e20])
 def test_exact_determinant_with_a_preconditioner(k, scale):
@@ -480,6 +493,7 @@ def test_exact_determinant_with_a_preconditioner(k, scale):
     check_parts(solution, matrix, residual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "size"), [(1e30, 1e20), (1e-30, 1e-20)])
 def test_large_and_small_residuals_in_float32(scale, size):
     matrix = (scale * kernel(PARAMETERS)).astype(np.float32)

@@ -94,6 +94,7 @@ FUNCTIONS = [
 FUNCTIONS += [lambda w, x: jnp.sum(w @ x), lambda w, x: jnp.sum(w)]
 
 
+@pytest.mark.slow(but=("held", "choices", "derivative", "<lambda>*"))
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_equals_nested_derivatives(function):
     """The Laplacian, and its derivatives in the point and in what is closed over."""
@@ -121,6 +122,7 @@ def network(w, x):
     return jnp.sum(jnp.tanh(w @ jnp.tanh(w @ x)) ** 2)
 
 
+@pytest.mark.slow(but="float64")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_value_and_gradient(dtype):
     w, x = W.astype(dtype), X.astype(dtype)
@@ -180,6 +182,7 @@ def test_random_directions():
     assert np.mean(covered) > 0.93
 
 
+@pytest.mark.slow
 def test_as_the_trace_of_the_hessian():
     """The same directions, so the same samples; blocks of them, and one more."""
     w, x = hermitian(2, np.linspace(0, 2, 136)), np.cos(np.arange(136.0))
@@ -222,6 +225,7 @@ def test_error_bar_is_not_computed_where_it_is_not_read():
     assert flops[0]["flops"] < 0.6 * flops[1]["flops"]
 
 
+@pytest.mark.slow
 def test_trees_and_batches():
     tree = {"a": np.zeros((2, 3)), "b": np.zeros(1)}
     unravel = jax.flatten_util.ravel_pytree(tree)[1]
@@ -265,6 +269,7 @@ def test_bad_input():
         tx.laplacian(lambda x: jnp.sum(jnp.sqrt(x)), np.zeros(N))
 
 
+@pytest.mark.slow
 def test_half_precision():
     """A sum over 40 directions of 3840 would overflow; and the bar is of its rounding."""
     fn = lambda x: 30 * jnp.sum(x * x)  # noqa: E731

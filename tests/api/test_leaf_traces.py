@@ -80,6 +80,7 @@ def both(matrices, which, keys, estimator, tags, weights):
     return jax.lax.map(one, (which, keys))
 
 
+@pytest.mark.slow(but=("Hutchinson*", "XNysTrace*"))
 @every_case
 def test_traces_of_leaves(estimator, tags):
     """400 keys and two matrices: they sum to `traceax.trace`; each interval covers 93%
@@ -123,6 +124,7 @@ def test_exact_and_structure():
     assert solution.stats["num_matvecs"] == 0
 
 
+@pytest.mark.slow(but="estimator0")
 @pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
 def test_adaptive(estimator):
     """All errors together are within the tolerance in the two-norm."""

@@ -54,6 +54,7 @@ def exact_of(name, scale):
     return log, weights @ values, (basis * (scale * weights)) @ basis.T
 
 
+@pytest.mark.slow(but=("float32-*", "complex128-*"))
 @every_spectrum
 @pytest.mark.parametrize("scale", [0.0, -3.0, 1e4])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
@@ -92,6 +93,7 @@ def over_keys(matrix, direction, scale):
     return jax.lax.map(one, jr.split(jr.key(20261123), 200))
 
 
+@pytest.mark.slow(but="2.0-flat")
 @every_spectrum
 @pytest.mark.parametrize("scale", [2.0, -50.0])
 def test_bars_and_derivatives(name, scale):
@@ -117,6 +119,7 @@ def test_bars_and_derivatives(name, scale):
         assert distance < allowed + 4.5 * np.std(samples) / 200**0.5
 
 
+@pytest.mark.slow
 def test_derivatives_have_no_bias_of_first_order():
     """Six samples of one large eigenvalue: the derivative of the logarithm of their mean
     is 4% below the mean energy. Over 2000 keys a bias has a spread of 0.3%."""
@@ -142,6 +145,7 @@ def exact_samples(matrix, scale):
     return logsumexp(scale * values[:, None], b=weights, axis=0)
 
 
+@pytest.mark.slow
 def test_quadrature_error_is_seen():
     """With too few steps, where the logarithm of each sample is too small."""
     matrix = hermitian(0, SPECTRA["flat"])
@@ -154,6 +158,7 @@ def test_quadrature_error_is_seen():
         assert error <= float(solution.stats["quadrature_error"]) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [8, 16])
 def test_quadrature_error_where_each_step_gains_little(num_steps):
     """Of eigenvalues down to -1 and an exponent of 1000, by 20 keys."""
@@ -174,6 +179,7 @@ def test_quadrature_error_where_each_step_gains_little(num_steps):
 STEPS = tx.AdaptiveSteps(max_steps=30)
 
 
+@pytest.mark.slow
 def test_steps_chosen_by_the_data():
     """As many as make the quadrature error small beside the bar: more for larger
     exponents. Value and derivatives are those of as many steps."""
@@ -199,6 +205,7 @@ def test_steps_chosen_by_the_data():
     assert np.allclose(left_out.value, found.value, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_tolerance_and_too_few_steps():
     matrix, k = hermitian(0, SPECTRA["flat"]), tx.Adaptive(atol=1.0, max_k=36)
@@ -226,6 +233,7 @@ def test_large_exponents_in_float32(scale):
     assert np.abs(np.trace(slopes) / scale - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_known_answers():
     """Operators with few distinct eigenvalues, where nothing is left to sampling, or to
     the quadrature."""
@@ -242,6 +250,7 @@ def test_known_answers():
     assert np.isfinite(single.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "window"), [(tx.NormalSampler(), None), (tx.RademacherSampler(), 0)]
 )
@@ -258,6 +267,7 @@ def test_agrees_with_the_trace(sampler, window):
     assert np.allclose(found.std_err, -np.log1p(-relative), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """In the scale, of an adaptive budget too; refused in the operator. The first one is
     that of the logarithm without its bias."""
@@ -280,6 +290,7 @@ def test_second_derivatives():
         jax.grad(lambda t: jax.grad(lambda s: value(1.0, s * matrix))(t))(1.0)
 
 
+@pytest.mark.slow
 def test_adaptive_and_mesh():
     """Probes are those of one device and a fixed budget."""
     matrix = hermitian(0, SPECTRA["flat"])
@@ -296,6 +307,7 @@ def test_adaptive_and_mesh():
     assert np.allclose(slopes, others, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_interval_of_an_answer_that_became_exact():
     budget = tx.Adaptive(atol=1e-9, max_k=2 * N, round_size=8)
     solution = estimate(hermitian(0, SPECTRA["gap"]), 8.0, k=budget)
@@ -303,6 +315,7 @@ def test_interval_of_an_answer_that_became_exact():
     assert np.allclose(solution.interval(), log, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Over scales, from one run: the temperatures of a partition function."""
     matrix, scales = hermitian(0, SPECTRA["flat"]), np.array([0.5, 1.0, 40.0])

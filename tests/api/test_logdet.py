@@ -44,6 +44,7 @@ def logdet(matrix, shift, k, preconditioned, tags=PSD):
     return solution, slope, known
 
 
+@pytest.mark.slow(but="plain")
 @pytest.mark.parametrize("preconditioned", [False, True], ids=["plain", "Nystrom"])
 def test_logdet(preconditioned):
     """The tolerance is relative to the whole, of which a preconditioner knows most: the
@@ -84,6 +85,7 @@ def test_logdet_that_does_not_exist():
     assert solution.result == tx.RESULTS.not_positive_definite
 
 
+@pytest.mark.slow
 def test_logdet_by_golub_kahan():
     """For an operator that is not known to be definite."""
     noise = np.random.default_rng(4).standard_normal((N, N))

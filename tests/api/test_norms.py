@@ -126,6 +126,14 @@ REAL_AND_COMPLEX = [
 on_many_keys = pytest.mark.parametrize(("name", "dtype"), REAL_AND_COMPLEX)
 
 
+@pytest.mark.slow(
+    but=(
+        "frobenius-complex128",
+        "rows-complex128",
+        "nuclear-float64",
+        "rows, XNysDiag-float64",
+    )
+)
 @on_many_keys
 def test_powers_are_unbiased(name, dtype):
     """False alarms: 5e-7 for each of 80 numbers."""
@@ -137,6 +145,14 @@ def test_powers_are_unbiased(name, dtype):
     assert worst < 5.1
 
 
+@pytest.mark.slow(
+    but=(
+        "frobenius-complex128",
+        "rows-complex128",
+        "nuclear-float64",
+        "rows, XNysDiag-float64",
+    )
+)
 @on_many_keys
 def test_derivatives_of_powers_are_unbiased(name, dtype):
     """Those of the sum over all entries. False alarms: 5e-7 for each."""
@@ -148,6 +164,14 @@ def test_derivatives_of_powers_are_unbiased(name, dtype):
     assert z_score(slopes.reshape(NUM_KEYS, -1).sum(axis=1), exact) < 5.1
 
 
+@pytest.mark.slow(
+    but=(
+        "frobenius-complex128",
+        "rows-complex128",
+        "nuclear-float64",
+        "rows, XNysDiag-float64",
+    )
+)
 @on_many_keys
 def test_intervals_cover(name, dtype):
     """At least 95%, by Student's t with 7 degrees of freedom. Below 90% is 4.6 standard
@@ -172,6 +196,7 @@ def interval_of_projection(p, rank, confidence):
     return jax.lax.map(one, jr.split(jr.key(20261121), NUM_KEYS), batch_size=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.68, 0.95])
 @pytest.mark.parametrize(("p", "rank"), [(0.25, 1), (0.25, 2), (0.25, 4), (0.5, 1)])
 def test_intervals_of_low_rank_cover(p, rank, confidence):
@@ -232,6 +257,7 @@ def test_rectangular(shape):
     assert found.stats["num_matvecs"] == 2 * 4 * 9
 
 
+@pytest.mark.slow
 def test_brackets_hold_for_each_probe():
     """At a depth where the quadrature error is large, for p below 4."""
     matrix = general(6, (30, N))
@@ -244,6 +270,7 @@ def test_brackets_hold_for_each_probe():
         assert np.all(high - low > 1e-4 * high)
 
 
+@pytest.mark.slow(but=("frobenius-8", "nuclear-8", "rows, XNysDiag-8"))
 @pytest.mark.parametrize(
     ("name", "k"),
     [*((name, 8) for name in [*SOME, *GRAM, "p=0.5"]), ("rows", N), ("nuclear", N)],
@@ -256,6 +283,7 @@ def test_zero_operator(name, k):
     assert solution.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_derivatives_of_singular_operators():
     """That of the nuclear norm is the subgradient of least norm, up to rounding errors of
     zeros; those of quasi-norms do not exist."""
@@ -275,6 +303,7 @@ def test_derivatives_of_singular_operators():
     assert np.all(np.isnan(gradient))
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """Those of the Frobenius norm and of rows see entries that are zero; those of
     Schatten norms are refused."""
@@ -325,6 +354,7 @@ def test_rows_have_the_structure_of_the_operator():
         assert solution.std_err[name].shape == leaf.shape
 
 
+@pytest.mark.slow(but="nuclear")
 @some
 def test_bfloat16(name):
     """Products are made in it, and the rest in float32. False alarms: 6e-4."""
@@ -375,6 +405,7 @@ def in_both_precisions(p):
     return wide, *found
 
 
+@pytest.mark.slow
 def test_ill_conditioned_in_float32():
     """Singular values down to 1e-6, as accurate as the products: of the Gram matrix those
     below 3e-4 are noise, and the sum of roots is off by percents."""
@@ -382,6 +413,7 @@ def test_ill_conditioned_in_float32():
     assert np.allclose(found[-6:], expected[-6:], rtol=3e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.5, 1])
 def test_bounds_of_small_singular_values_in_float32(p):
     """For the same probes, to the rounding floor: they hold. Where no singular value is
@@ -409,6 +441,7 @@ def test_scales(name, scale):
     assert np.allclose(found.std_err, scale * expected.std_err, rtol=1e-4)
 
 
+@pytest.mark.slow(but="1e-25-16-*")
 @pytest.mark.parametrize("name", ["frobenius", "rows", *GRAM, "p=2"])
 @pytest.mark.parametrize("k", [16, N])
 @pytest.mark.parametrize("scale", [1e-25, 1e-20, 1e20])
@@ -436,6 +469,7 @@ def test_one_of_a_batch_whose_squares_overflow_is_flagged(name):
     assert not np.any(np.isfinite(solution.value[3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "large"), [("rows", 21), (GRAM[0], 3)])
 def test_small_rows_beside_large_ones_are_none(name, large):
     """By a sketch with more probes than there are large ones."""
@@ -447,6 +481,7 @@ def test_small_rows_beside_large_ones_are_none(name, large):
     assert solution.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow(but=("rows", "nuclear"))
 @some_and_gram
 def test_transformations(name):
     """`vmap` is the loop, and forward mode agrees with reverse mode."""
@@ -467,6 +502,7 @@ def test_transformations(name):
     assert np.allclose(slope, np.sum(gradients[0] * matrices[1]), rtol=1e-10)
 
 
+@pytest.mark.slow(but="frobenius-8")
 @pytest.mark.parametrize(
     ("name", "size"),
     [("frobenius", 8), ("frobenius, XNysTrace", 8), ("rows", 2), ("nuclear", 8)],
@@ -481,6 +517,7 @@ def test_meshes(name, size):
     assert np.allclose(sharded, slope, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow(but="rows")
 @pytest.mark.parametrize("name", ["frobenius", "rows", "p=0.5"])
 def test_adaptive(name):
     """Tolerances are those of norms, not of the powers that are estimated."""
@@ -530,6 +567,7 @@ def test_estimator_of_users():
     assert np.allclose(found.std_err, expected.std_err)
 
 
+@pytest.mark.slow(but="XTraceEstimator")
 @pytest.mark.parametrize("estimator", SKETCHES["frobenius"], ids=lambda x: x.name)
 def test_low_rank_is_exact_by_sketches(estimator):
     """From 2 (k // 2) products, counted as the operator makes them."""
@@ -550,6 +588,7 @@ def test_low_rank_is_exact_by_sketches(estimator):
     assert solution.value.dtype == solution.stats["samples"].dtype == np.float64
 
 
+@pytest.mark.slow(but="XDiagEstimator")
 @pytest.mark.parametrize("estimator", SKETCHES["rows"], ids=lambda x: x.name)
 def test_rows_of_trees_by_sketches(estimator):
     """Of a general operator on pairs, in products with it and its adjoint."""
@@ -565,6 +604,7 @@ def test_rows_of_trees_by_sketches(estimator):
     assert solution.stats["num_matvecs"] == 20
 
 
+@pytest.mark.slow
 def test_adaptive_by_sketches():
     """Rounds and their history are of products with the operator."""
     seen = []
@@ -650,6 +690,7 @@ def test_misuse_of_schatten_norms(call, exception, message):
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_steps_of_a_power_that_is_much_larger_than_the_norm(dtype):
     """Rounding is in the units of the norm, as the tolerance is."""

@@ -69,6 +69,7 @@ def gaussian(distance, width):
 # --- what it estimates ---
 
 
+@pytest.mark.slow(but="complex128-*")
 @every_spectrum
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_each_row_is_a_gauss_rule(name, dtype):
@@ -105,6 +106,7 @@ SAMPLERS = [
 ]
 
 
+@pytest.mark.slow(but=("sampler0-*", "sampler4-*"))
 @pytest.mark.parametrize(("sampler", "dtype"), SAMPLERS)
 def test_moments_are_unbiased(sampler, dtype):
     """`tr(A^p) / n` for p up to 3, and with 4 steps for p = 6: 300 keys, false alarm 6e-5
@@ -123,6 +125,7 @@ def test_moments_are_unbiased(sampler, dtype):
         assert z_score(samples, np.mean(values**power)) < 4, power
 
 
+@pytest.mark.slow
 def test_standard_errors_are_calibrated():
     """Against the spread over 300 keys; and once steps are as many as n, density and
     distribution function are unbiased, false alarm 6e-5 each."""

@@ -114,9 +114,23 @@ TABLE = [
 ]
 
 
+# One program each: the others are slow.
+QUICK = {
+    *((str(case), np.float64) for case in CASES),
+    *(("XTrace-Sphere", np.float32), ("XNysTrace-Normal", np.complex128)),
+}
+
+
 def over(table):
-    ids = [f"{case}-{dtype.__name__}" for case, dtype in table]
-    return pytest.mark.parametrize(("case", "dtype"), table, ids=ids)
+    entries = [
+        pytest.param(
+            *(case, dtype),
+            id=f"{case}-{dtype.__name__}",
+            marks=() if (str(case), dtype) in QUICK else pytest.mark.slow,
+        )
+        for case, dtype in table
+    ]
+    return pytest.mark.parametrize(("case", "dtype"), entries)
 
 
 every_entry = over(TABLE)
@@ -136,6 +150,7 @@ def test_unbiased(case, dtype):
         assert z_score(value, exact) < 4, name
 
 
+@pytest.mark.slow
 def test_variance_of_signs_and_phases():
     """The variances that the samplers' documentation gives, for a complex Hermitian
     matrix: 400 keys, ratios within 5 of their standard errors, sqrt(2 / 399)."""
@@ -235,6 +250,7 @@ def exactly(matrix, estimators, budgets):
     return [tx.trace(operator, each, k=k) for each in estimators for k in budgets]
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_budget_of_n_or_more_is_exact(n):
     """Without a key, for every estimator, of a matrix of which the product is known."""
@@ -247,6 +263,7 @@ def test_budget_of_n_or_more_is_exact(n):
         assert solution.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow(but=("XTrace-Sphere", "XNysTrace-Rademacher"))
 @pytest.mark.parametrize("case", [*CASES, VARIANTS[5], VARIANTS[7]], ids=str)
 def test_tiny(case):
     """The smallest operator that there is an estimate of, from one sample, whose error
@@ -290,6 +307,7 @@ def check_width(std_err, error, value, dtype):
     assert rms(std_err) <= 3 * rms(error) + 3 * floor * rms(np.abs(value))
 
 
+@pytest.mark.slow(but=("case3-*", "case5-*"))
 @pytest.mark.parametrize(("case", "k", "dtype"), JUST_BELOW)
 def test_budget_just_below_n(case, k, dtype):
     """Nearly square, ill-conditioned probes; within 6 standard errors for 20 keys (the
@@ -305,6 +323,7 @@ def test_budget_just_below_n(case, k, dtype):
 # --- dtypes, structures ---
 
 
+@pytest.mark.slow(but=("Hutchinson-*-float16", "XNysTrace-*"))
 @over(
     [
         *((case, jnp.bfloat16) for case in CASES),
@@ -371,6 +390,7 @@ def test_negative_semidefinite(case):
 # --- budget, execution, statistics ---
 
 
+@pytest.mark.slow(but=("case1-*", "case3-*"))
 @pytest.mark.parametrize(
     ("case", "k", "block_size"),
     [*((case, K, 5) for case in CASES), (XTRACE, 11, 1)],
@@ -426,21 +446,7 @@ def test_first_samples_do_not_depend_on_the_budget():
     assert np.allclose(few, many[:5], rtol=1e-12, atol=0)
 
 
-def test_select_trace_estimator():
-    matrix = jnp.asarray(np.eye(9))
-
-    def pick(operator, k):
-        return type(tx.select_trace_estimator(operator, k))
-
-    assert pick(lx.MatrixLinearOperator(matrix), 1) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix), 9) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix, lx.diagonal_tag), 1) is tx.ExactTraceEstimator
-    assert pick(matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    assert pick(-matrix_free(matrix, PSD), 4) is tx.XNysTraceEstimator
-    assert pick(matrix_free(matrix), 4) is tx.XTraceEstimator
-    assert pick(matrix_free(matrix), 1) is tx.HutchinsonEstimator
-
-
+@pytest.mark.slow
 def test_auto_is_the_estimator_it_picks():
     matrix, auto = hermitian(0, INDEX**-1.0), tx.AutoTraceEstimator()
     for tags, k in [(PSD, K), ((), K), ((), 1)]:
@@ -468,6 +474,7 @@ def test_solution_fields_and_messages():
     assert issubclass(tx.RESULTS, lx.RESULTS)
 
 
+@pytest.mark.slow(but=("Hutchinson-*", "XNysTrace-Sphere"))
 @every_variant
 def test_traced_once_for_each_budget(case):
     """Whatever the key, and for an estimator that is made anew."""
@@ -506,6 +513,7 @@ def traces_of_coarse_products(matrices, estimator, keys):
     return jax.lax.map(every_key, matrices)
 
 
+@pytest.mark.slow(but=("HutchPlusPlus-*", "XTrace-*"))
 @pytest.mark.parametrize("case", [*CASES, VARIANTS[7]], ids=str)
 def test_products_less_accurate_than_their_dtype(case):
     """Decaying, and of rank 5: the RMS error is within three standard errors plus a

@@ -58,6 +58,7 @@ def log_determinant(matrix):
     return np.linalg.slogdet(np.asarray(matrix, np.float64))[1]
 
 
+@pytest.mark.slow
 def test_interval_covers_and_is_narrow():
     """The 95% interval over 400 keys at 8 probes: at least 0.93, which one that covers
     0.95 misses once in 26; bars a tenth of those of independent probes."""
@@ -92,6 +93,7 @@ def three_calls(first, second, key, **settings):
     return found, jax.lax.map(single, jnp.stack([first, second]))
 
 
+@pytest.mark.slow(but="complex, general")
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_difference_of_two_calls(name):
     """Samples, ends of brackets and of intervals without sampling."""
@@ -142,6 +144,7 @@ def preconditioned_over_keys(first, second, keys):
     return jax.lax.map(lambda key: jax.grad(value, has_aux=True)(0.0, key), keys)
 
 
+@pytest.mark.slow
 def test_preconditioner():
     """Value and derivative in the second operator without bias over 400 keys, a bar that
     holds, and brackets of a hundredth: the determinant of P cancels."""
@@ -181,6 +184,7 @@ def test_equal_operators():
     assert 0 < found.std_err < 1e-10
 
 
+@pytest.mark.slow
 def test_tolerance_of_the_difference():
     """On a mesh the same."""
     matrices = [np.kron(np.eye(8), x) for x in pair()]
@@ -202,12 +206,14 @@ def against_several(first, others):
     return jax.vmap(one)(others), jax.lax.map(one, others)
 
 
+@pytest.mark.slow
 def test_vmap():
     first, second = pair()
     together, one_by_one = against_several(first, np.stack([second, first + np.eye(N)]))
     assert np.allclose(together, one_by_one, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("k", [4, N])
 def test_domain(order, k):
@@ -220,6 +226,7 @@ def test_domain(order, k):
     assert found.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_tree():
     """An operator on a PyTree is the one on joined vectors."""
     first, second = (jnp.asarray(x) for x in pair())
@@ -254,6 +261,7 @@ def counting(matrix, calls):
     return lx.FunctionLinearOperator(product, structure, PSD)
 
 
+@pytest.mark.slow
 def test_products_are_counted():
     """Those with each operator; steps are as many as the difference asks for."""
     calls = [], []
@@ -329,6 +337,7 @@ def test_products_that_underflow_have_bars():
     assert np.all(std_err[1:, 1:] < 1e-35)
 
 
+@pytest.mark.slow
 def test_products_derivative_and_tolerance():
     """The derivative is that of the products at the same probes."""
     matrices = three()
@@ -416,3 +425,15 @@ def of_first(other, function=tx.Log(), *estimator, **settings):
 def test_misuse(call, exception, message):
     with pytest.raises(exception, match=message):
         call()
+
+
+EYE = lx.MatrixLinearOperator(np.eye(3))
+
+
+@pytest.mark.parametrize("wrong", [np.eye(3), lx.MatrixLinearOperator(np.eye(3, 5))])
+def test_names_of_operators(wrong):
+    settings = {"k": 2, "key": KEY}
+    with pytest.raises((TypeError, ValueError), match=r"^`other` must be"):
+        tx.trace_difference(EYE, wrong, tx.Exp(), num_steps=2, **settings)
+    with pytest.raises((TypeError, ValueError), match=r"^`operators\[1\]` must be"):
+        tx.frobenius_products([EYE, wrong], **settings)

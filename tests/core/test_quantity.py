@@ -56,6 +56,15 @@ def example():
     return matrix, np.random.default_rng(1).standard_normal((N, N))
 
 
+@pytest.mark.slow(
+    but=(
+        "HutchinsonEstimator",
+        "HutchPlusPlusEstimator",
+        "XTraceEstimator",
+        "XNysTraceEstimator",
+        "DiagPlusPlusEstimator",
+    )
+)
 @every_estimator
 def test_unbiased(estimator):
     """Values, error bars and derivatives, of a matrix whose diagonal lineax knows."""
@@ -112,6 +121,7 @@ def test_exact_estimator():
     assert np.allclose(rows, np.sum(matrix, axis=1), rtol=1e-12)
 
 
+@pytest.mark.slow(but="HutchinsonEstimator")
 @pytest.mark.parametrize(
     "estimator", [tx.AutoTraceEstimator(), tx.HutchinsonEstimator()], ids=lambda x: x.name
 )

@@ -164,6 +164,7 @@ def drawn_at_once(sampler, key, n, dtype):
     return np.exp(2j * np.pi * wide(jr.uniform(key, (n,), jnp.finfo(dtype).dtype)))
 
 
+@pytest.mark.slow(but="70-*")
 @over(
     [
         (tx.RademacherSampler, jnp.float32),

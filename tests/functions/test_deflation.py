@@ -67,6 +67,7 @@ def many(request):
     return request.param, *map(np.asarray, found)
 
 
+@pytest.mark.slow
 def test_is_as_accurate_as_asked(many):
     """With 95%. Less than 90% of 200 keys is 3.2 standard deviations away."""
     name, values, _, successful, low, high, _ = many
@@ -77,6 +78,7 @@ def test_is_as_accurate_as_asked(many):
     assert np.abs(np.mean(values) / exact - 1) < 3e-3
 
 
+@pytest.mark.slow
 def test_deflates_where_it_pays(many):
     """Blocks of 2 columns, 6 steps at a time, which count as 2 probes of 6 steps: not
     beyond the first 12 steps if the spectrum is flat. Others are in rounds of 8."""
@@ -88,6 +90,7 @@ def test_deflates_where_it_pays(many):
         assert np.all(spent > 24 + 16 * 6)
 
 
+@pytest.mark.slow
 def test_derivatives_follow(many):
     """Unbiased, but for the error of Krylov spaces of 6 steps."""
     name, *_, slopes = many
@@ -95,6 +98,7 @@ def test_derivatives_follow(many):
     assert z_score(slopes, exact) < 5 or np.isclose(np.mean(slopes), exact, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_products_are_as_few_as_published():
     """Chen and Hallman, arXiv 2205.01736, section 5: eigenvalues i^-1.5, n = 2500, error
     below 2^-p of the trace with 95%. The numbers of products are from their stored
@@ -122,6 +126,7 @@ def test_products_are_as_few_as_published():
         assert np.all(np.abs(values / 24.844400003368424 - 1) < 2.0**-p)
 
 
+@pytest.mark.slow
 def test_history_counts_deflation_and_a_state_keeps_it():
     """A run that is resumed with a tighter tolerance and a larger budget goes on from the
     same deflated space: its products are of samples alone, and of those of one run."""
@@ -156,6 +161,7 @@ def test_history_counts_deflation_and_a_state_keeps_it():
     assert np.array_equal(resumed.stats["samples"][: len(samples)], samples)
 
 
+@pytest.mark.slow
 def test_meshes(many):
     name, values, spent, *_ = many
     settings = {"k": budget(), "execution": tx.Sharded(tx.probe_mesh())}
@@ -177,6 +183,7 @@ def with_block(matrix, block, k, num_steps):
     return jax.lax.map(one, jr.split(jr.key(3), 64))
 
 
+@pytest.mark.slow(but="(2, 9)")
 @pytest.mark.parametrize("block", [None, (1, 20), (2, 9)], ids=str)
 def test_all_blocks_but_the_last_are_deflated(block):
     """Twelve eigenvalues above a multiple of the identity take 13 columns. Half of the 20
@@ -189,6 +196,7 @@ def test_all_blocks_but_the_last_are_deflated(block):
     assert np.all(products == (60 if block is None else block[0] * block[1] + 60))
 
 
+@pytest.mark.slow
 def test_few_vectors_and_many_steps():
     """60 products: unbiased to the error of quadrature, a third of the error of the
     default, and intervals that hold the truth, in 60 of 64 keys or more."""
@@ -203,6 +211,7 @@ def test_few_vectors_and_many_steps():
     assert errors[0] < errors[1] / 3
 
 
+@pytest.mark.slow
 def test_deflates_as_much_at_any_scale():
     """In float32, where squares of the values are no numbers of it."""
 
@@ -220,6 +229,7 @@ def test_deflates_as_much_at_any_scale():
     assert others == [unscaled, unscaled]
 
 
+@pytest.mark.slow
 def test_tolerances_are_of_the_whole_log_determinant():
     """And not of what a preconditioner leaves of it: as for the same absolute one."""
     matrix = hermitian(0, 0.01 + 2 * 0.8**INDEX)
@@ -236,12 +246,14 @@ def test_tolerances_are_of_the_whole_log_determinant():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_a_block_with_more_vectors_than_rows():
     estimator = tx.KrylovAwareEstimator(block=(9, 2))
     found = solve(np.diag(np.arange(1.0, 6)), jr.key(0), 3, 2, estimator=estimator)
     assert np.isclose(found.value, np.sum(np.sqrt(np.arange(1.0, 6))), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_block_is_deflated_before_an_adaptive_budget():
     matrix = hermitian(0, SPECTRA["decaying"])
     estimator = tx.KrylovAwareEstimator(block=(2, 12))

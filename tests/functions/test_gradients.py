@@ -48,6 +48,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow(but="*-log")
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-4), (np.float64, 1e-10)])
 def test_divided_differences(name, dtype, bound):
@@ -101,6 +102,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.slow(but="complex128-*")
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_derivative_of_the_form(spectrum, dtype):
@@ -132,6 +134,7 @@ def norm_along(matrix, direction, key, gradient):
     return jax.grad(value)(0.0)
 
 
+@pytest.mark.slow(but="float64")
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_derivative_of_the_form_of_singular_values(dtype):
     """Of `z* log(A* A) z / 2`, by dense eigenvectors."""
@@ -157,6 +160,7 @@ def along_keys(key, matrix, direction, function, columns, tags, krylov):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "krylov"), [(np.float64, tx.Lanczos(window=0)), (np.float32, None)]
 )
@@ -179,6 +183,7 @@ def test_unbiased_with_any_number_of_columns(dtype, krylov):
     assert abs(four / whole - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_derivative_in_a_parameter_of_the_derivative():
     """Equal to a central difference of the derivatives that are reported."""
     matrix = hermitian(3, np.linspace(0, 2, N))
@@ -210,6 +215,7 @@ def preconditioned_slopes(key, theta, square, rank, columns):
     return [jax.grad(value)(theta, each) for each in columns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "factor"), [(4, 0.75), (25, 1.05)])
 def test_variance_with_a_preconditioner(rank, factor):
     """Of a low rank, which couples what it knows to what it does not, and of one that
@@ -242,6 +248,7 @@ def solved_slopes(scale, matrix, function, rtol):
     return jax.value_and_grad(estimate)(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-4), (np.float64, 1e-9)])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_solves_of_any_scale(dtype, rtol, scale):
@@ -276,6 +283,7 @@ def calls(make, values):
     return compiled, found
 
 
+@pytest.mark.slow
 def test_callables_with_the_same_code_compile_once():
     """A number that code closes over is part of it, an array is an argument."""
     compiled, found = calls(lambda _: lambda x: jnp.exp(-x) + 1, range(2))
@@ -289,6 +297,7 @@ def test_callables_with_the_same_code_compile_once():
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_callables_with_derivative_rules_compile_once_if_the_same_object():
     compiled, _ = calls(lambda _: jax.nn.relu, range(2))
     assert compiled == 0

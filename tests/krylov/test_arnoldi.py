@@ -203,6 +203,7 @@ def of_matrix(functions, matrix):
     return [convert(function).of_matrix(matrix) for function in functions]
 
 
+@pytest.mark.slow(but="complex")
 @pytest.mark.parametrize("name", POSITIVE)
 def test_functions_of_small_matrices(name):
     """And their derivatives, of matrices whose eigenvectors are well conditioned."""
@@ -232,6 +233,7 @@ def test_defective_matrices_keep_half_the_digits(name, dtype):
         assert np.linalg.norm(ours - exact) < 100 * eps_of(dtype) * size
 
 
+@pytest.mark.slow(but="complex")
 @every_matrix
 def test_exact_once_the_space_is_whole(name):
     """Each sample, by more steps than there are dimensions, after breakdowns too."""
@@ -261,6 +263,7 @@ def test_exact_for_polynomials():
         assert np.all((width < 1e-11 * found.magnitude) == (degree <= steps)), degree
 
 
+@pytest.mark.slow(but="complex")
 @every_matrix
 def test_bracket_sees_the_krylov_error(name):
     """The mean error of the quadratic forms of 16 probes is below what their brackets
@@ -280,6 +283,7 @@ def test_bracket_sees_the_krylov_error(name):
             assert high - low < 1e-2 * np.mean(np.abs(exact))
 
 
+@pytest.mark.slow
 def test_krylov_error_where_each_step_gains_little():
     """Of eigenvalues down to -1 and an exponent of 300, by 20 keys."""
     eigenvalues = np.linspace(-1, 0, 2000)
@@ -349,6 +353,7 @@ def intervals_of(matrices, function, keys, num_steps):
     return jax.lax.map(of_keys, matrices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEEP)
 def test_intervals_of_ill_conditioned_operators(name):
     """By 20 keys each: where a call is successful, intervals cover the truth, although
@@ -370,6 +375,7 @@ def test_intervals_of_ill_conditioned_operators(name):
     assert np.median(np.diff(usual)[0]) < 0.5 * np.abs(exact[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_adaptive_budget_of_an_ill_conditioned_operator():
     """Never ends well on a value that is not within its tolerance."""
@@ -410,6 +416,7 @@ def over_keys(matrix, direction):
     return jax.lax.map(one, jr.split(jr.key(20261122), 200))
 
 
+@pytest.mark.slow(but=("random", "nilpotent", "rotation", "clustered", "Jordan block"))
 @every_matrix
 def test_unbiased_with_an_honest_bar(name):
     """Values and derivatives over 200 keys; a z-score above 4.5 has a chance below 1e-5.
@@ -426,6 +433,7 @@ def test_unbiased_with_an_honest_bar(name):
     assert np.sqrt(np.mean(bars**2)) > 0.85 * error
 
 
+@pytest.mark.slow
 def test_derivative_in_float32():
     matrix = MATRICES["nilpotent"]().astype(np.float32)
     direction = normal(10, (N, N), np.float32)
@@ -459,6 +467,7 @@ def exactly(kind):
     return slopes_and_solutions(POSITIVE[kind](), functions)
 
 
+@pytest.mark.slow(but=("exp", "inverse*"))
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_exact_budget(function):
     """With k = n: value and gradient, without an error bar."""
@@ -472,6 +481,7 @@ def test_exact_budget(function):
     assert np.allclose(slopes, slope.T, atol=1e-10)
 
 
+@pytest.mark.slow(but="Exp-*")
 @pytest.mark.parametrize("name", ["nilpotent", "Jordan block", "clustered"])
 @pytest.mark.parametrize("function", [tx.Exp(), jnp.exp], ids=["Exp", "callable"])
 def test_defective_operators(name, function):
@@ -490,6 +500,7 @@ def test_defective_operators(name, function):
         assert np.allclose(solution.value, exact, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_domain():
     """Negative real eigenvalues, or zero, where the function has no value."""
     basis = np.eye(N) + np.triu(normal(11, (N, N)), 1) / N
@@ -510,6 +521,7 @@ def test_domain():
         assert np.abs(solution.value) <= 5 * solution.std_err + 1e-12
 
 
+@pytest.mark.slow
 def test_breakdown_where_the_first_entry_is_zero():
     """As of a skew operator, and where a callable may have a pole. Two steps tell all of
     an orthogonal one, and the forms of 1 / A = -A are zero."""
@@ -520,6 +532,7 @@ def test_breakdown_where_the_first_entry_is_zero():
     assert solution.std_err < 1e-11
 
 
+@pytest.mark.slow
 def test_degenerate_operators():
     """Zero, multiples of the identity, scales at the ends of float32, one step, one
     probe."""
@@ -543,6 +556,7 @@ def test_degenerate_operators():
     assert np.isinf(single.std_err)
 
 
+@pytest.mark.slow
 def test_hermitian_operators_without_a_tag():
     """The samples of Lanczos, by as many steps as make both exact."""
     matrix = MATRICES["hermitian"]()
@@ -558,6 +572,7 @@ def test_hermitian_operators_without_a_tag():
         assert np.allclose(plain.stats["ritz_values"], other.stats["ritz_values"])
 
 
+@pytest.mark.slow
 def test_complex_function():
     """Of a real operator in complex arithmetic."""
     matrix = MATRICES["random"]()
@@ -572,6 +587,7 @@ def test_complex_function():
         trace_of(matrix, lambda x: jnp.exp(2j * x), k=4, num_steps=3)
 
 
+@pytest.mark.slow
 def test_parameters_of_the_function():
     """Derivatives in them, first and second, and with that in the operator."""
     matrix = MATRICES["random"]()
@@ -591,6 +607,7 @@ def test_parameters_of_the_function():
     assert np.allclose(mixed(0.7, matrix, N), (exact + 0.7 * matrix @ exact).T)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """By solves; refused by Arnoldi."""
     matrix = POSITIVE["random"]()
@@ -607,6 +624,7 @@ def test_second_derivatives():
         jax.grad(jax.grad(value))(1.0, tx.LanczosGradient(), 4)
 
 
+@pytest.mark.slow
 def test_transforms():
     """`vmap` over operators and keys, reverse mode, and an operator on a PyTree."""
     stack = np.stack([MATRICES["random"](), MATRICES["nilpotent"]()])
@@ -642,6 +660,7 @@ def test_low_precision_operators():
     assert found.std_err < 0.3 * exact
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """The value, bar and gradient of one device, for probes that do not divide."""
     matrix = MATRICES["random"]()
@@ -658,6 +677,7 @@ def test_on_a_mesh():
         assert np.allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "complex"])
 def test_adaptive(name):
     matrix = MATRICES[name]()
@@ -691,6 +711,7 @@ def test_misuse():
         tx.function_of(operator, tx.Exp(), 3)
 
 
+@pytest.mark.slow
 def test_brackets_are_finite():
     """The shorter run has the eigenvalue -1, where the logarithm is not defined."""
     blocks = [np.array([[-1.0, -b], [b, -1.0]]) for b in np.linspace(0.5, 3, 15)]

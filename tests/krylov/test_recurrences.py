@@ -1,28 +1,19 @@
-"""Lanczos, block Lanczos and Golub-Kahan by their defining identities, and the quadrature
-rules by the polynomials that they integrate exactly."""
+"""Lanczos, block Lanczos and Golub-Kahan by their defining identities."""
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from traceax._krylov.block_lanczos import block_lanczos
-from traceax._krylov.golub_kahan_recurrence import (
-    golub_kahan_advance,
-    golub_kahan_run,
-    golub_kahan_start,
-)
 from traceax._krylov.lanczos_recurrence import lanczos
-from traceax._numerics.dense import eigh, svd
-from traceax._numerics.gram_schmidt import put_row
-from traceax._quadrature.tridiagonal import Compression, radau, radau_factor, ritz
+from traceax._quadrature.tridiagonal import ritz
 
 from ..helpers import hermitian
+from .recurrences import golub_kahan_of, lanczos_of, N, normal
 
 
-N = 60
 DTYPES = [np.float32, np.float64, np.complex64, np.complex128]
 # Less than full reorthogonalisation, and blocks, in a real and in a complex dtype.
 SOME_DTYPES = [np.float32, np.complex128]
@@ -44,40 +35,11 @@ every_spectrum = pytest.mark.parametrize("spectrum", SPECTRA)
 
 
 @eqx.filter_jit
-def lanczos_of(matrix, start, num_steps, window=None, eps=1e-16):
-    return lanczos(lambda v: matrix @ v, start, num_steps, window=window, eps=eps)
-
-
-@eqx.filter_jit
 def block_lanczos_of(matrix, start, num_steps, eps):
     return block_lanczos(lambda x: matrix @ x, start, num_steps, eps=eps)
 
 
-@eqx.filter_jit
-def golub_kahan_of(matrix, start, num_steps, window=None, eps=1e-16):
-    products = (lambda v: matrix @ v), (lambda v: matrix.conj().T @ v)
-    state = golub_kahan_start(products[0], start, num_steps)
-    settings = {"window": window, "eps": eps}
-    state = golub_kahan_advance(*products, state, 0, num_steps, **settings)
-    return golub_kahan_run(state, num_steps)
-
-
 rule = jax.jit(ritz)
-
-
-@jax.jit
-def extended_rule(alpha, beta, end):
-    matrix = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
-    coupling, last = beta[-1:, None], len(beta) - 1
-    return eigh(radau(Compression(matrix, coupling, last, *eigh(matrix)), end))
-
-
-@jax.jit
-def extended_factor(diagonal, above, end):
-    matrix = jnp.diag(diagonal) + jnp.diag(above[:-1], 1)
-    border = jnp.zeros_like(above).at[-1].set(above[-1])
-    u, s, _ = svd(matrix)
-    return radau_factor(matrix, border, u, s, end)
 
 
 def as_numpy(run):
@@ -90,12 +52,6 @@ def eps_of(dtype):
 
 def tridiagonal(alpha, beta):
     return np.diag(alpha) + np.diag(beta[:-1], 1) + np.diag(beta[:-1], -1)
-
-
-def normal(seed, shape, dtype=np.float64):
-    parts = np.random.default_rng(seed).standard_normal((2, *shape))
-    is_complex = np.issubdtype(dtype, np.complexfloating)
-    return (parts[0] + 1j * parts[1] if is_complex else parts[0]).astype(dtype)
 
 
 def setup(spectrum, dtype=np.float64):
@@ -275,59 +231,3 @@ def test_golub_kahan_breaks_down(matrix):
     middle = np.diag(run.diagonal) + np.diag(run.above[:-1], 1)
     assert np.allclose(matrix @ run.right.T, run.left.T @ middle, atol=1e-13)
     assert np.all(np.isfinite(middle))
-
-
-def test_gauss_and_radau_are_exact_for_polynomials():
-    """Degree 2 s - 1 for Gauss with s nodes, 2 s for Gauss-Radau with one more; and not
-    one degree further."""
-    values, start, s = np.linspace(0.5, 2, N), normal(10, (N,)), 4
-    run = lanczos_of(np.diag(values), start, s)
-    end = jnp.asarray(0.25)
-    extended = extended_rule(run.alpha, run.beta, end)
-    assert np.allclose(extended[0][0], end, rtol=1e-13)
-    for (nodes, vectors), last in (
-        (rule(run.alpha, run.beta), 2 * s - 1),
-        (extended, 2 * s),
-    ):
-        for degree in range(last + 2):
-            exact = start @ (values**degree * start)
-            weights = np.asarray(vectors)[0] ** 2
-            found = run.norm**2 * np.sum(weights * np.asarray(nodes) ** degree)
-            assert np.allclose(found, exact, rtol=1e-12, atol=0) == (degree <= last)
-
-
-def test_radau_is_exact_for_even_polynomials_of_singular_values():
-    """As that of the squares: of degree 2 s in these, and not one degree further."""
-    values, start, s = np.linspace(0.5, 2, N), normal(10, (N,)), 4
-    run = golub_kahan_of(np.diag(values), start, s)
-    for end in (0.0, 0.25):
-        factor = extended_factor(run.diagonal, run.above, jnp.asarray(end))
-        _, nodes, vh = np.linalg.svd(factor)
-        assert np.allclose(nodes[-1], end, rtol=1e-13, atol=1e-15)
-        for degree in range(2 * s + 2):
-            exact = start @ (values ** (2 * degree) * start)
-            found = run.norm**2 * (vh[:, 0] ** 2 @ nodes ** (2 * degree))
-            assert np.allclose(found, exact, rtol=1e-12, atol=0) == (degree <= 2 * s)
-
-
-@pytest.mark.parametrize("sizes", [(7,), (4, 3)])
-def test_rows_of_a_batch(sizes):
-    """In the same row, which takes no scatter, or in a row each; in buffers that are
-    mapped or not."""
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((3, sum(sizes), 5))
-    new, rank = rng.standard_normal((3, 5)), np.arange(3)
-    split = lambda x: tuple(np.split(x, np.cumsum(sizes)[:-1], axis=-2))  # noqa: E731
-    put = lambda *args: jnp.concatenate(put_row(*args))  # noqa: E731
-    for index in (np.array(5), np.array([0, 3, 6])):
-        expected = rows.copy()
-        expected[rank, index] = new
-        batched = jax.jit(jax.vmap(put, in_axes=(0, 0, 0 if index.ndim else None)))
-        np.testing.assert_array_equal(batched(split(rows), new, index), expected)
-        scattered = "scatter" in batched.lower(split(rows), new, index).as_text()
-        assert scattered == (index.ndim > 0)
-    parts = [jnp.asarray(part) for part in split(rows[0])]
-    shared = jax.vmap(lambda row: put(tuple(parts), row, 2))(new)
-    expected = np.stack([rows[0]] * 3)
-    expected[:, 2] = new
-    np.testing.assert_array_equal(shared, expected)

@@ -204,6 +204,7 @@ def inflated(samples, std_err):
     return (1 + 2 * (1 + skewness**2 + (4 / m) ** 2) / m) * std_err
 
 
+@pytest.mark.slow(but=("6-complex128-XDiag", "6-complex128-XNysTrace-improved"))
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_is_what_fewer_probes_give(case, m, dtype):
@@ -259,6 +260,7 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.slow(but="6-*")
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_frame_is_that_of_fewer_probes(case, m, dtype):
@@ -278,6 +280,7 @@ def test_frame_is_that_of_fewer_probes(case, m, dtype):
     assert np.allclose(found, expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow(but=("XTrace", "XNysTrace"))
 @every_case
 def test_low_rank_is_exact(case):
     """Probes that the basis does without have no direction of their own. XTrace knows

@@ -190,6 +190,7 @@ def matrices_for(cls, dtype):
     ]
 
 
+@pytest.mark.slow(but="*-complex128-*")
 @pytest.mark.parametrize(("m", "dtype", "improved"), SIZES)
 @pytest.mark.parametrize(("cls", "naive", "factor"), NAIVE)
 def test_samples_are_the_definition(cls, naive, factor, m, dtype, improved):
@@ -208,6 +209,7 @@ def error_parts(samples, pairs):
     return jackknife(samples, change, valid), covariance, std_err
 
 
+@pytest.mark.slow(but="*-complex128-*")
 @pytest.mark.parametrize(
     ("m", "dtype", "improved"), [each for each in SIZES if each[0] > 1]
 )
@@ -236,6 +238,7 @@ def test_errors_are_those_of_brute_force(cls, naive, factor, m, dtype, improved)
         assert np.allclose(std_err, np.maximum(widened, jackknifed / 5), rtol=1e-6)
 
 
+@pytest.mark.slow(but="XNysTrace*")
 @pytest.mark.parametrize(
     ("cls", "m"), [(tx.XTraceEstimator, 4), (tx.XNysTraceEstimator, 6)]
 )
@@ -264,3 +267,25 @@ def test_variance_estimate_is_unbiased(monkeypatch, cls, m):
     value, variance = numpy(run(matrix, jr.split(jr.key(2), num_keys)))
     excess = variance - (value - np.trace(matrix)) ** 2
     assert z_score(excess, 0.0) < 4
+
+
+@jax.jit
+def without_one(x):
+    eps = float(jnp.finfo(x.dtype).eps)
+    _, s, vh = thin_svd(x, 4 * eps)
+    return leave_one_out(s, vh, eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decay", [1.0, 0.1])
+def test_essential_columns(dtype, decay):
+    """Of columns of decreasing size, one of which is repeated, or is a combination of
+    the others in which one has a small part, those are essential that take no part."""
+    mixtures = np.array([[1, 0, 0, 0, 0], [1, 1e-3, 0, 0, 0], [1, 0, -1, 1e-2, 0]])
+    for seed in range(20):
+        x = np.random.default_rng(seed).standard_normal((30, 5))
+        x = np.linalg.qr(x)[0] * decay ** np.arange(5)
+        for mixture in mixtures:
+            loo = without_one(np.c_[x, x @ mixture].astype(dtype))
+            assert loo.rank == 5
+            assert loo.essential.tolist() == [*(mixture == 0), False]

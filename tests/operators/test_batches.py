@@ -116,6 +116,7 @@ def of_all_data(make):
     return everything(over_all)
 
 
+@pytest.mark.slow(but="ggn-2")
 @pytest.mark.parametrize(
     ("make", "at_once"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
 )
@@ -164,6 +165,7 @@ def test_low_precision_is_summed_in_float32():
     assert (product.dtype, product) == (jnp.bfloat16, 1)
 
 
+@pytest.mark.slow(but="ggn")
 @pytest.mark.parametrize("make", [hessian, ggn])
 def test_memory_does_not_grow_with_the_number_of_batches(make):
     """Of a trace, and of its gradient in the parameters, beyond the data themselves."""
@@ -259,6 +261,7 @@ def trace_and_slope(w, batches, at_once, execution):
     return jax.value_and_grad(trace)(w)
 
 
+@pytest.mark.slow(but="batches")
 @pytest.mark.parametrize("split", SPLITS)
 def test_data_and_probes_on_devices(split):
     w, (spec, at_once) = eqx.filter(point(), eqx.is_array), SPLITS[split]

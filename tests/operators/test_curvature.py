@@ -90,6 +90,7 @@ def operators(model, x):
     }
 
 
+@pytest.mark.slow(but=("tree", "mlp"))
 @pytest.mark.parametrize("kind", ["array", "tree", "mlp"])
 def test_against_dense(kind):
     model, x = point(kind, np.float64)
@@ -281,6 +282,7 @@ def exact_traces():
     return run({name: op for name, (op, _, _) in KINDS.items()})
 
 
+@pytest.mark.slow(but=("matrix", "pytree", "jacobian", "tagged-function", "multiple"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_trace_and_its_cost(kind):
     op, matrix, cost = KINDS[kind]

@@ -89,6 +89,7 @@ class Reader:
 TOLERANCES = {np.float32: 1e-5, np.float64: 1e-13}
 
 
+@pytest.mark.slow(but=("int8", "complex"))
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, float, complex])
 def test_in_memory(dtype):
     """In chunks of rows and of columns, standardised and not."""
@@ -117,6 +118,7 @@ def test_in_memory(dtype):
 INSIDE = np.s_[3:20, 4:24]
 
 
+@pytest.mark.slow(but=("part0-*", "part3-*"))
 @pytest.mark.parametrize(
     ("part", "by_columns"),
     [
@@ -195,6 +197,7 @@ def test_memory(axis):
 # --- how often the data are read ---
 
 
+@pytest.mark.slow(but="rows")
 @by_axis
 def test_passes(axis):
     """One for all probes of a block, where chunks are columns."""
@@ -249,6 +252,7 @@ def test_compiled_once(tmp_path):
 # --- what is made of it ---
 
 
+@pytest.mark.slow
 def test_as_a_stored_matrix():
     """In as few passes as there are products with a block."""
     reader, matrix = Reader(COUNTS), dense(COUNTS, standardise=True)
@@ -401,6 +405,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 def test_chunks_that_go_wrong_later():
     """The error ends with the message, the operator can be used again, and a run goes on
     from its last state as if nothing had happened."""

@@ -1,5 +1,4 @@
-"""Products of rectangular operators, whose diagonals do not tell the determinant, and
-errors of functions that make operators."""
+"""Products of rectangular operators, whose diagonals do not tell the determinant."""
 
 import jax
 import jax.numpy as jnp
@@ -39,60 +38,3 @@ def test_products_of_rectangular_operators(name):
         return
     expected = np.linalg.slogdet(matrix)[1]
     np.testing.assert_allclose(logdet.value, expected, rtol=1e-10)
-
-
-# --- what may go wrong ---
-
-POINT, KEY = np.ones(3), jax.random.key(0)
-BATCHES = np.ones((2, 4, 3))
-EYE = lx.MatrixLinearOperator(np.eye(3))
-
-
-def loss(w, batch):
-    return jnp.sum((batch @ w) ** 2)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **settings: tx.hessian(jnp.sum, POINT, **settings),
-        lambda **settings: tx.ggn(jnp.sin, jnp.sum, POINT, **settings),
-        lambda **settings: tx.empirical_fisher(jnp.sin, POINT, **settings),
-    ],
-)
-def test_at_once_needs_batches(make):
-    with pytest.raises(ValueError, match=r"`at_once` is how.*=2 without `batches`"):
-        make(at_once=2)
-    make(at_once=1)
-
-
-def test_lists_of_batches():
-    """A list of alike elements is refused, but not one of the parts of a batch."""
-    message = r"`batches` must be.* in a list of batches"
-    for batches in ([(x, np.ones(4)) for x in BATCHES], list(BATCHES)):
-        with pytest.raises(ValueError, match=message):
-            tx.hessian(lambda w, batch: loss(w, batch[0]), POINT, batches)
-    weights = {"weight": np.ones(2)}
-    parts = lambda w, batch: batch[1]["weight"] * loss(w, batch[0])  # noqa: E731
-    operator = tx.hessian(parts, POINT, [BATCHES, weights])
-    np.testing.assert_allclose(operator.mv(POINT), 24 * POINT)
-
-
-def test_outputs_that_are_no_floating_point_numbers():
-    rounded = lambda x: (jnp.sin(x), jnp.round(x).astype(np.int32))  # noqa: E731
-    message = r"must return an array.*Found leaves of \[.*'int32'\]"
-    with pytest.raises(TypeError, match=f"`f` {message}"):
-        tx.jacobian_gram(rounded, POINT)
-    with pytest.raises(TypeError, match=f"`model` {message}"):
-        tx.ggn(rounded, lambda y: jnp.sum(y[0] ** 2), POINT)
-    with pytest.raises(TypeError, match=f"`model` {message}"):
-        tx.ggn(lambda x, b: rounded(x), lambda y, b: jnp.sum(y[0]), POINT, BATCHES)
-
-
-@pytest.mark.parametrize("wrong", [np.eye(3), CUT])
-def test_names_of_operators(wrong):
-    settings = {"k": 2, "key": KEY}
-    with pytest.raises((TypeError, ValueError), match=r"^`other` must be"):
-        tx.trace_difference(EYE, wrong, tx.Exp(), num_steps=2, **settings)
-    with pytest.raises((TypeError, ValueError), match=r"^`operators\[1\]` must be"):
-        tx.frobenius_products([EYE, wrong], **settings)

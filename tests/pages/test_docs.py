@@ -33,9 +33,11 @@ FAILING = re.compile(r"^```py\n(.*?)^```\n\n^```text\n(.*?)^```", BOTH)
 FILES = ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = {str(page.relative_to(ROOT)): script(page) for page in FILES}
 PAGES = {page: code for page, code in SCRIPTS.items() if code}
+# The first that users see.
+QUICK = ["README.md", "docs/getting_started.md"]
 
-# In one process, because what takes the time is to import and to compile. Pages share
-# nothing but what JAX has compiled.
+# In one process for those that are quick and one for the others, because what takes the
+# time is to import and to compile. Pages share nothing but what JAX has compiled.
 RUN = """
 import gc, json, sys, traceback
 import jax
@@ -61,11 +63,12 @@ def test_there_are_examples():
 
 
 @functools.cache
-def run():
+def run(quick):
     """Programs are not kept: to compress them for the next run takes a tenth of it."""
+    pages = {page: code for page, code in PAGES.items() if (page in QUICK) == quick}
     return subprocess.run(
         [sys.executable, "-c", RUN],
-        input=json.dumps(PAGES),
+        input=json.dumps(pages),
         env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
         cwd=ROOT,
         capture_output=True,
@@ -75,10 +78,11 @@ def run():
     )
 
 
+@pytest.mark.slow(but=QUICK)
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page):
     """Line numbers of errors are those of the page."""
-    done = run()
+    done = run(page in QUICK)
     assert done.returncode == 0, done.stderr
     assert f"Has run: {page}\n" in done.stdout, done.stderr
 
@@ -103,9 +107,10 @@ def numbers(text):
     return found
 
 
+@pytest.mark.slow(but=QUICK)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(SHOWN[page])])
 def test_pages_show_what_their_code_prints(page):
-    _, after = run().stdout.split(f"Runs: {page}\n")
+    _, after = run(page in QUICK).stdout.split(f"Runs: {page}\n")
     *printed, _ = after.split(f"Has run: {page}\n")[0].split(f"{END}\n")
     pairs = zip(printed, SHOWN[page], strict=True)
     for found, shown in ((found, shown) for found, shown in pairs if shown):

@@ -90,6 +90,7 @@ def test_low_rank_takes_two_blocks(shift, rank):
     assert np.isclose(solution.value, exact(matrix), rtol=1e-11, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_does_not_grow_where_it_saves_nothing():
     """On a flat spectrum no rank helps, and few products are lost."""
     matrix = hermitian(0, np.linspace(1.0, 3.0, N))
@@ -98,6 +99,7 @@ def test_does_not_grow_where_it_saves_nothing():
     assert abs(solution.value - exact(matrix)) <= 4 * solution.std_err
 
 
+@pytest.mark.slow
 def test_single_precision_and_complex():
     matrix = decaying(np.complex64)
     solution, rank = run(matrix, SHIFT, KEY)
@@ -106,6 +108,7 @@ def test_single_precision_and_complex():
     assert rank < MAX_RANK
 
 
+@pytest.mark.slow
 def test_one_probe_and_less_than_a_block():
     matrix = decaying(rate=0.7)
     solution, rank = run(matrix, SHIFT, KEY, 1, 6, 5)
@@ -125,6 +128,7 @@ def test_a_wrong_shift_is_no_confident_wrong_number(factor):
     assert solution.result != tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_error_bars_and_gradient():
     """Over 36 keys: mean errors within 4 standard errors, a false alarm in 16000 for
     each of three; the tolerance
@@ -148,6 +152,7 @@ def test_error_bars_and_gradient():
     assert inside >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 36)
 
 
+@pytest.mark.slow
 def test_products_are_counted():
     """By a product that counts its vectors while it runs."""
     matrix, made = decaying(), []
@@ -173,6 +178,7 @@ def test_products_are_counted():
     assert sum(made) == solution.stats["num_matvecs"]
 
 
+@pytest.mark.slow
 def test_meshes_pytrees_and_negative_operators():
     """All at once: the numbers of a positive matrix on one device."""
     matrix = decaying()
@@ -255,6 +261,7 @@ def test_errors(make, error, message):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     """Another tolerance would choose another rank."""

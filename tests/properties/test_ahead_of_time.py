@@ -26,6 +26,10 @@ from ..public_functions import dense, example, FUNCTIONS, KEY, logdet, N, SETTIN
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 everything = pytest.mark.parametrize("name", FUNCTIONS)
+# One of each kind, of which the programs are small.
+QUICK = "hutchinson", "xtrace", "diagonal-hutchinson", "leaf-traces", "jacobi", "logdet"
+QUICK += "exp", "frobenius-products", "divergence", "laplacian", "rademacher", "sharded"
+QUICK += ("slope-xtrace",)
 # These make or take a function, which is a new one in each call.
 NEW_PROGRAMS = {"auto", "exact", "action", "hessian", "ggn", "jacobian-gram"} | {
     name
@@ -85,6 +89,7 @@ def compiled_ahead_of_time(name):
     return jitted(name).lower(example(), KEY).compile()
 
 
+@pytest.mark.slow(but=QUICK)
 @everything
 def test_ahead_of_time(name):
     """The same, up to rounding, as without `jit`, which compiles once for all data."""
@@ -204,6 +209,7 @@ def test_no_second_trace_without_jit(name):
         assert (len(counts), len(compilations)) == first
 
 
+@pytest.mark.slow
 def test_one_function_operator_is_compiled_once():
     """A new function would be a new program; new keys for the same one are not."""
     operator = matrix_free(example(), PSD)
@@ -225,6 +231,9 @@ def exported(name):
     return jax.export.export(jitted(name), platforms=PLATFORMS)(example(), KEY)
 
 
+@pytest.mark.slow(
+    but=("hutchinson", "xtrace", "diagonal-hutchinson", "logdet", "laplacian", "sharded")
+)
 @everything
 def test_export_for_every_platform(name):
     loaded = jax.export.deserialize(exported(name).serialize())
@@ -263,6 +272,7 @@ TO_LOAD = [
 ]
 
 
+@pytest.mark.slow
 def test_exported_programs_in_a_fresh_process(tmp_path):
     """Keys travel typed, or raw ("hutchinson")."""
     raw = jr.key_data(KEY)
@@ -290,6 +300,7 @@ def test_exported_programs_in_a_fresh_process(tmp_path):
             assert_close(found, expected)
 
 
+@pytest.mark.slow(but="xtrace-*")
 @pytest.mark.parametrize(
     ("name", "platforms"), [("xtrace", ["cpu"]), ("logdet", PLATFORMS)]
 )

@@ -72,6 +72,7 @@ def exact():
     return np.diagonal(matrices(), axis1=1, axis2=2)
 
 
+@pytest.mark.slow(but=("signs-20", "Diag++-20", "XNysDiag-20"))
 @pytest.mark.parametrize("k", [20, 60])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_bars_of_every_entry(name, k):
@@ -90,6 +91,7 @@ def test_bars_of_every_entry(name, k):
         assert np.sqrt(np.mean(std_errs[i] ** 2)) <= 2 * rms, NAMES[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [20, 60])
 @pytest.mark.parametrize(
     ("auto", "sketch"), [("Auto", "XDiag"), ("Auto, tagged", "XNysDiag")]

@@ -67,6 +67,7 @@ def leaf_traces(operator, **settings):
     return tx.leaf_traces(operator, tx.HutchinsonEstimator(), **settings)
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("k", [4, 6, 8, 10, 12])
 def test_row_norms_of_a_regular_graph(k):
     """0.68, 0.82, 0.90, 0.94 and 0.97 without a floor. Weights need not be equal."""
@@ -76,6 +77,7 @@ def test_row_norms_of_a_regular_graph(k):
         assert coverage(tx.row_norms, matrix, exact, k) >= 0.95
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("k", [4, 6, 10])
 def test_traces_of_a_block(k):
     """The same, of trace and leaf trace, beside a diagonal and other small entries."""
@@ -112,6 +114,7 @@ def test_products_of_blocks():
     assert np.all(std_err[:, 1, 1] < 1e-9)
 
 
+@pytest.mark.slow
 def test_small_rounds():
     """Of an adaptive budget that may end after four samples."""
     k = tx.Adaptive(rtol=0.2, max_k=12, round_size=4, min_samples=4)
@@ -129,6 +132,7 @@ def test_small_rounds():
     assert np.mean((low <= exact) & (exact <= high)) >= 0.95
 
 
+@pytest.mark.slow(but="*-float32")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize(
     "call",

@@ -530,6 +530,7 @@ def test_operator_is_not_positive_definite(function, estimator, k):
     check(RuntimeError, parts, lambda: call(throw=True))
 
 
+@pytest.mark.slow
 def test_not_positive_definite_under_jit_and_with_other_tags():
     @jax.jit
     def compiled(matrix):
@@ -549,6 +550,7 @@ def test_not_positive_definite_under_jit_and_with_other_tags():
     assert np.isfinite(logdet(matrix_operator(INDEFINITE, ())).value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "estimator", "k"),
     [
@@ -660,6 +662,7 @@ BY_NORMAL = {"sampler": tx.NormalSampler()}
 AWARE = tx.KrylovAwareEstimator(**BY_NORMAL)
 
 
+@pytest.mark.slow(but=("function0-*", "log-tags1-*"))
 @pytest.mark.parametrize(
     ("function", "tags", "estimator", "k"),
     [

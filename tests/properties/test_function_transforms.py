@@ -167,6 +167,7 @@ def log_abs_det(matrix):
     return np.linalg.slogdet(matrix)[1]
 
 
+@pytest.mark.slow(but="krylov")
 @pytest.mark.parametrize("name", ["krylov", "general", "nystrom-inverse"])
 def test_vmap_is_a_loop(name):
     stack = stack_of(name)
@@ -176,6 +177,7 @@ def test_vmap_is_a_loop(name):
     assert close(together, stacked(alone), 1e-9)
 
 
+@pytest.mark.slow
 def test_vmap_over_keys():
     matrix = matrix_of()
     together = jax.jit(jax.vmap(lambda key: answer("logdet", matrix, key)))(KEYS)
@@ -184,6 +186,7 @@ def test_vmap_over_keys():
     assert len(set(together[0].tolist())) == 3
 
 
+@pytest.mark.slow(but="nystrom")
 @pytest.mark.parametrize("name", ["nystrom", "general"])
 def test_derivatives_agree(name):
     """Reverse and forward mode with each other, and those of a batch with single ones."""
@@ -225,6 +228,7 @@ def test_derivative_of_the_action_in_the_vector():
     assert np.allclose(pulled, np.linalg.solve(matrix, w.conj()).conj())
 
 
+@pytest.mark.slow(but="cholesky-inverse")
 @pytest.mark.parametrize("name", ["nystrom-inverse", "cholesky-inverse"])
 def test_preconditioners_are_constant(name):
     """In the operator, whether its shift is estimated or given, and in a given one."""
@@ -239,6 +243,7 @@ def test_preconditioners_are_constant(name):
     assert all(np.all(slope == 0) for slope in slopes(matrix_of(), 0.5))
 
 
+@pytest.mark.slow
 def test_parameters_of_functions():
     operator, scales = dense(matrix_of()), np.array([-1.0, 0.0, 0.5])
 
@@ -256,6 +261,7 @@ def test_parameters_of_functions():
     assert np.allclose(jax.jit(jax.grad(power))(1.5), np.sum(FLAT**1.5 * np.log(FLAT)))
 
 
+@pytest.mark.slow
 def test_functions_as_arguments_of_a_program():
     """Their numbers arrive as arrays there."""
     matrix = matrix_of()
@@ -332,6 +338,7 @@ def dense_answer(name, matrix):
     return np.sum(f.get(name, np.log)(eigenvalues))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nystrom", "krylov"])
 def test_complex_hermitian(name):
     """Within 6 standard errors and the bracket. For Student's t with 11 degrees of
@@ -357,6 +364,7 @@ def tagged(matrix, tags):
     return lx.TaggedLinearOperator(lx.MatrixLinearOperator(matrix), tags)
 
 
+@pytest.mark.slow(but="SLQ")
 @pytest.mark.parametrize(
     ("estimator", "make"), [(SLQ, matrix_free), (KRYLOV, tagged)], ids=["SLQ", "Krylov"]
 )
@@ -448,6 +456,7 @@ def test_actions_on_pytrees():
         assert np.allclose(flat, expected)
 
 
+@pytest.mark.slow(but="bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_narrow_dtypes(dtype):
     """Answers are in float32, as accurate as the products: relative errors eps of entries
@@ -480,6 +489,7 @@ def test_narrow_actions():
     assert np.linalg.norm(found - expected) < 6 * eps * np.linalg.norm(expected) * 3
 
 
+@pytest.mark.slow(but="krylov")
 @pytest.mark.parametrize("name", ["nystrom", "krylov", "action"])
 def test_strict_promotion_modes(name):
     """A user's strict modes are for the user's code: the program is the same."""
@@ -505,6 +515,7 @@ def with_execution(matrix, execution):
     return preconditioner, tx.logdet(operator, throw=False, **settings)
 
 
+@pytest.mark.slow
 def test_block_size():
     """Of a log-determinant and of its preconditioner, both with 9 products at a time."""
     executions = [tx.Local(block_size=b) for b in (1, 7)]
@@ -523,6 +534,7 @@ def test_one_sample_has_no_error_bar():
     assert solution.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow(but="logdet")
 @pytest.mark.parametrize("name", ["logdet", "exponential"])
 def test_enough_products_are_exact(name):
     """Without a key, and whatever the number of steps."""
@@ -536,6 +548,7 @@ def test_enough_products_are_exact(name):
     assert np.allclose(slope, (vectors * f(values)) @ vectors.T, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow(but="general")
 @pytest.mark.parametrize("name", ["krylov", "general"])
 def test_more_steps_than_rows_count_as_n(name):
     """They are the same program, which has the same results."""
@@ -580,6 +593,7 @@ def tagged_logdet(matrix, tags):
     return solution.value, solution.stats["sign"]
 
 
+@pytest.mark.slow(but="7")
 @pytest.mark.parametrize("n", [7, 8])
 def test_negative_semidefinite(n):
     matrix = matrix_of(spectrum=np.linspace(1, 2, n))
@@ -731,6 +745,7 @@ def structured_answers():
     return run(operators)
 
 
+@pytest.mark.slow(but=("*-complex64", "nested-float64", "tridiagonal-float64"))
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -783,6 +798,7 @@ def structured_derivatives():
     return run(operators)
 
 
+@pytest.mark.slow(but=("tridiagonal", "nested"))
 @pytest.mark.parametrize(
     "name", ["diagonal", "tridiagonal", "size-1", "nested", "zero-diagonal"]
 )
@@ -809,6 +825,7 @@ def structured_slope_and_solution(operator):
     return eqx.filter_grad(run, has_aux=True)(operator)
 
 
+@pytest.mark.slow(but="float64-*")
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(np.float64, 1e200), (np.float32, 1e-30), (np.complex64, 1e30)]
 )
@@ -840,6 +857,7 @@ def test_structured_operators_in_half_precision(name):
     assert np.allclose(solution.value, log, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(but=("tridiagonal", "triangular"))
 @pytest.mark.parametrize("name", SINGULAR)
 def test_singular_structured_operators(name):
     solution, _ = structured_answers()[f"{name}-singular"]
@@ -872,6 +890,7 @@ def scaled(name, matrix, scale):
 
 
 # About 1e-12 and 1e12; and where squares of the entries are beyond float32.
+@pytest.mark.slow(but=("logdet-*", "general-*"))
 @pytest.mark.parametrize("power", [-40, 40, -80, 80])
 @pytest.mark.parametrize(
     "name", ["logdet", "nystrom", "cholesky", "krylov-logdet", "general"]
@@ -890,6 +909,7 @@ def test_scaling(name, power):
     assert np.allclose(other_err, std_err, rtol=0.01, atol=tolerance)
 
 
+@pytest.mark.slow(but=("sqrt", "entropy-exact"))
 @pytest.mark.parametrize(
     ("function", "k", "estimator"),
     [
@@ -930,6 +950,7 @@ def test_singular_operators(function, k, estimator):
         assert all_finite((slope, solution.std_err, solution.stats))
 
 
+@pytest.mark.slow
 def test_not_a_number_under_jit_and_vmap():
     stack = stack_of("nystrom", 2)
     stack[1, [3, 4], [4, 3]] = np.nan
@@ -955,6 +976,7 @@ def action_and_trace(function, matrix, v):
     return operator.mv(v), solution.result == tx.RESULTS.successful
 
 
+@pytest.mark.slow(but="Exp*")
 @pytest.mark.parametrize("function", [tx.Exp(), tx.Inverse(), tx.Power(0.5)], ids=str)
 def test_actions_of_singular_operators(function):
     """The zero vector goes to zero. There is no inverse, and a product cannot say so but
@@ -980,6 +1002,7 @@ def preconditioners(matrix):
     return [(x.shift, x.logdet, x.inverse().mv(jnp.ones(N))) for x in made]
 
 
+@pytest.mark.slow
 def test_preconditioners_of_singular_operators():
     for matrix in SINGULAR_MATRICES:
         for shift, logdet, inverse in compiled(preconditioners, matrix):

@@ -46,6 +46,7 @@ def means_and_widths(samples, confidence):
     return jax.vmap(one)(samples)
 
 
+@pytest.mark.slow(but="10")
 @pytest.mark.parametrize("m", [4, 10, 20, 40])
 def test_quadratic_forms(m):
     """Of normal vectors, 20,000 times; with one eigenvalue alone as well."""
@@ -73,6 +74,7 @@ def test_as_student_up_to_95_percent(m, confidence):
     assert np.allclose(widths, quantile * bars, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_wide_only_where_it_must_be():
     """Of 100 normal samples a 99.9% interval is 3% wider than Student's."""
     samples = np.random.default_rng(0).standard_normal((500, 100))
@@ -111,6 +113,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_traces(name):
     estimator = CALLS[name]
@@ -122,6 +125,7 @@ def test_traces(name):
             assert_covers((low <= exact) & (exact <= high), LEVELS[level], spectrum)
 
 
+@pytest.mark.slow
 def test_log_determinants():
     shifted = MATRICES + np.eye(N)
 
@@ -136,6 +140,7 @@ def test_log_determinants():
             assert_covers((low <= exact) & (exact <= high), LEVELS[level], spectrum)
 
 
+@pytest.mark.slow
 def test_entries():
     """Those of a diagonal by signs are as Student has them; rows' norms are skewed."""
     operator = lx.MatrixLinearOperator(jnp.asarray(MATRICES[0]))

@@ -16,9 +16,6 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._core.moments import Moments
-from traceax._numerics.dense import thin_svd
-from traceax._numerics.leave_one_out import leave_one_out
 
 from ..helpers import diagonals_of_matrices, hermitian, PSD, rms, traces_of_matrix
 
@@ -63,6 +60,7 @@ def nilpotent():
 ROUNDS = tx.Adaptive(atol=0.1, max_k=32, round_size=8)
 
 
+@pytest.mark.slow(but="HutchPlusPlus*-24-*")
 @pytest.mark.parametrize(
     ("cls", "k", "dtype"),
     [
@@ -85,6 +83,7 @@ def test_rounding_where_the_trace_cancels(cls, k, dtype):
 ONE_ROUND = tx.Adaptive(atol=0.1, max_k=16, round_size=16)
 
 
+@pytest.mark.slow(but=("float32-fixed", "float64-rounds"))
 @pytest.mark.parametrize(
     ("estimator", "k"),
     [
@@ -108,6 +107,7 @@ def test_rounding_where_all_samples_are_equal(estimator, k, dtype):
         assert np.max(bars) < 1e2 * np.finfo(dtype).eps * np.linalg.norm(row)
 
 
+@pytest.mark.slow
 def test_rounding_in_leaves_and_products():
     """The same for traces of leaves, and for inner products of two operators."""
     row = np.random.default_rng(1).standard_normal((2, N)).astype(np.float32)
@@ -141,6 +141,7 @@ def test_rounding_in_leaves_and_products():
 RANK_FIVE = [1.0] * 5 + [0.0] * 59
 
 
+@pytest.mark.slow(but="float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sketch_one_probe_wider_than_the_rank(dtype):
     """Exact, whatever the probes: 6 of them for rank 5. In one of five draws one probe is
@@ -151,6 +152,7 @@ def test_sketch_one_probe_wider_than_the_rank(dtype):
     assert_covers(errors, widths, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "dtype"), [(6, np.float32), (7, np.float32), (6, np.float64)]
 )
@@ -165,6 +167,7 @@ def test_xnystrace_wider_than_the_rank(k, dtype):
     assert np.median(bars) < 3e4 * eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [tx.XNysTraceEstimator, tx.XNysDiagEstimator])
 def test_diagonal_one_probe_wider_than_the_rank(cls):
     """The same for all entries of the diagonal."""
@@ -177,28 +180,7 @@ def test_diagonal_one_probe_wider_than_the_rank(cls):
     assert np.median(np.max(bars, axis=1)) < 3e4 * eps
 
 
-@jax.jit
-def without_one(x):
-    eps = float(jnp.finfo(x.dtype).eps)
-    _, s, vh = thin_svd(x, 4 * eps)
-    return leave_one_out(s, vh, eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("decay", [1.0, 0.1])
-def test_essential_columns(dtype, decay):
-    """Of columns of decreasing size, one of which is repeated, or is a combination of
-    the others in which one has a small part, those are essential that take no part."""
-    mixtures = np.array([[1, 0, 0, 0, 0], [1, 1e-3, 0, 0, 0], [1, 0, -1, 1e-2, 0]])
-    for seed in range(20):
-        x = np.random.default_rng(seed).standard_normal((30, 5))
-        x = np.linalg.qr(x)[0] * decay ** np.arange(5)
-        for mixture in mixtures:
-            loo = without_one(np.c_[x, x @ mixture].astype(dtype))
-            assert loo.rank == 5
-            assert loo.essential.tolist() == [*(mixture == 0), False]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "k", "tags"), [(tx.XTraceEstimator, 10, ()), (tx.XNysTraceEstimator, 5, PSD)]
 )
@@ -214,6 +196,7 @@ def test_as_many_probes_as_the_rank(cls, k, tags):
 # Small rounds.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_size", [2, 4])
 def test_small_rounds(round_size):
     """One or two probes more at a time, and a look after each: the interval covers, and
@@ -226,6 +209,7 @@ def test_small_rounds(round_size):
     assert abs(bias) < 0.3 + stats.norm.isf(FALSE_ALARM) / 500**0.5
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("round_size", [2, 4])
 def test_equal_samples_are_no_reason_to_stop(round_size):
     """A sample of this one is 20 or -20 beside the trace: four in a row are equal for one
@@ -238,72 +222,7 @@ def test_equal_samples_are_no_reason_to_stop(round_size):
     assert rms(bars) < 2 * rms(errors)
 
 
-# Few samples.
-
-
-@pytest.mark.parametrize("m", [2, 3, 6, 10])
-def test_few_samples_of_one_large_eigenvalue(m):
-    """A quadratic form of rank one, chi-squared of one degree of freedom: the most skewed
-    there is."""
-    samples = np.random.default_rng(m).standard_normal((20_000, m)) ** 2
-    bars = jax.jit(jax.vmap(lambda x: Moments.of(x).std_err()))(samples)
-    errors, quantile = np.mean(samples, axis=1) - 1, stats.t.ppf(0.975, m - 1)
-    assert_covers(errors, quantile * bars, 0.91)
-
-
-@pytest.mark.parametrize(("m", "ratio"), [(10, 1.3), (20, 1.13), (60, 1.05)])
-def test_bars_of_many_samples_are_tight(m, ratio):
-    """Normal samples: the mean of the bar over the standard deviation of the mean, which
-    is one over the root of m, with a spread of 1e-3 over these draws."""
-    samples = np.random.default_rng(m).standard_normal((50_000, m))
-    bars = jax.jit(jax.vmap(lambda x: Moments.of(x).std_err()))(samples)
-    assert 1 < np.mean(bars) * m**0.5 < ratio
-
-
-@pytest.mark.parametrize("m", [5, 20])
-def test_moments_of_long_samples(m):
-    """A few are combined one after another, and many in a loop. Third moments
-    are those of the real and of the imaginary parts, added as squares."""
-    x = np.random.default_rng(m).standard_normal((2, m, 5000)) ** 3
-    samples = x[0] + 1j * x[1]
-    valid = np.arange(m) != 3
-    moments = jax.jit(Moments.of)(samples, valid)
-    kept = samples[valid]
-    deviations = kept - np.mean(kept, axis=0)
-    square = np.sum(np.abs(deviations) ** 2, axis=0)
-    cubes = (np.sum(part**3, axis=0) for part in (deviations.real, deviations.imag))
-    skewness = (m - 1) ** 0.5 * np.hypot(*cubes) / square**1.5
-    variance = square / ((m - 1) * (m - 2))
-    assert np.allclose(moments.mean, np.mean(kept, axis=0))
-    assert np.allclose(moments.independent_std_err, np.sqrt(variance))
-    assert np.allclose(moments.skewness, skewness)
-
-
-@pytest.mark.parametrize("scale", [1e-33, 1.0, 1e37])
-@pytest.mark.parametrize(("first", "invalid"), [(40, []), (40, [0, 5, 49]), (50, [0])])
-def test_moments_merge_at_any_scale(scale, first, invalid):
-    """In float32, near the smallest and the largest number, of more samples than are
-    added in one piece; the last one or two sets of them are empty."""
-    samples = np.random.default_rng(0).standard_normal(50) ** 2 - 2
-    samples = (scale * samples).astype(np.float32)
-    index = np.arange(50)
-    valid = ~np.isin(index, invalid)
-    sets = np.stack([valid & (index < first), valid & (index >= first), index < 0])
-
-    @jax.jit
-    def merged(samples, sets):
-        return Moments.merge(jax.vmap(lambda some: Moments.of(samples, some))(sets))
-
-    moments, kept = merged(samples, sets), samples[valid].astype(float)
-    m, deviations = len(kept), (kept - np.mean(kept)) / scale
-    square, cube = np.sum(deviations**2), np.sum(deviations**3)
-    std_err = scale * (square / (m * (m - 1))) ** 0.5
-    assert moments.count == m
-    assert np.allclose(moments.mean, np.mean(kept), rtol=1e-5, atol=1e-5 * scale)
-    assert np.allclose(moments.independent_std_err, std_err, rtol=1e-5, atol=0)
-    assert np.allclose(moments.skewness, m**0.5 * np.abs(cube) / square**1.5, rtol=1e-4)
-
-
+@pytest.mark.slow
 def test_bars_of_parts_that_fall_fast_with_each_probe():
     """Those of leaf traces, of which a single leaf is the trace."""
     structure = {
@@ -337,6 +256,7 @@ def test_bars_of_parts_that_fall_fast_with_each_probe():
         assert_covers(errors, quantile * np.asarray(bars[name]), 0.96)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 0.5])
 def test_error_that_falls_fast_with_each_probe(rate):
     """Covered in most draws, and not in the mean alone, where a few bars are large."""

@@ -102,6 +102,7 @@ def exact_sum(function, spectrum):
         return np.sum(function(spectrum))
 
 
+@pytest.mark.slow
 @every_function
 @pytest.mark.usefixtures("without_exact_answers")
 def test_steps_that_are_left_out(name):
@@ -117,6 +118,7 @@ def test_steps_that_are_left_out(name):
         assert not np.any(successful) or np.isfinite(right), case
 
 
+@pytest.mark.slow(but="6-log")
 @every_function
 @pytest.mark.parametrize("num_steps", [6, 20])
 def test_steps_that_are_given(name, num_steps):
@@ -129,6 +131,7 @@ def test_steps_that_are_given(name, num_steps):
         assert np.all(all_found.successful) or case not in EASY, case
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_general_operators():
     """Log-determinants by singular values."""
@@ -143,6 +146,7 @@ def test_general_operators():
         assert np.all(chosen.successful) or case not in EASY, case
 
 
+@pytest.mark.slow
 def test_exact_answers_take_the_place_of_estimates():
     """The eigenvalues are those of the examples, n = 400."""
     spectrum = np.geomspace(1e-4, 1e4, 400)
@@ -171,6 +175,7 @@ def test_exact_answers_take_the_place_of_estimates():
     assert not np.any(easy.stats["exact"])
 
 
+@pytest.mark.slow
 def test_derivatives_of_exact_answers():
     """In forward and in reverse mode, and under `vmap`, where only one is exact."""
     matrices = np.stack([hermitian(0, EASY["even"]), hermitian(0, HARD["penalty"])])
@@ -188,6 +193,7 @@ def test_derivatives_of_exact_answers():
     assert np.allclose(forward, N, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_penalty_that_is_singular():
     spectrum = eigenvalues_of_penalty(2, 400)
     given = solved(hermitian(0, spectrum), k=30, num_steps=64)
@@ -196,6 +202,7 @@ def test_a_penalty_that_is_singular():
     assert not np.any(left_out.successful)
 
 
+@pytest.mark.slow
 def test_a_penalty_and_a_preconditioner_of_its_shift():
     """For some keys the exact answer is taken here too, for others the bar is wide."""
     spectrum = eigenvalues_of_penalty(2, 400) + 1e-6
@@ -206,6 +213,7 @@ def test_a_penalty_and_a_preconditioner_of_its_shift():
     assert np.any(one.stats["exact"])
 
 
+@pytest.mark.slow
 def test_large_operators_are_flagged():
     """Second differences, of condition 1e6: more than 64 steps are needed."""
     n = 20_000
@@ -225,6 +233,7 @@ def test_large_operators_are_flagged():
         assert run(function).result == RESULTS.too_few_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "condition"), [(200, [1e8, 3e8, 1e9]), (300, [3e8])])
 def test_eigenvalues_below_the_noise(n, condition):
     """Most eigenvalues are 1 and less than roundoff of the largest one."""
@@ -243,6 +252,7 @@ def test_eigenvalues_below_the_noise(n, condition):
         assert np.all(near | ~left_out.successful)
 
 
+@pytest.mark.slow(but="float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32, np.complex128])
 def test_a_pure_state_has_no_entropy(dtype):
     vector = np.random.default_rng(0).standard_normal(256)
@@ -252,6 +262,7 @@ def test_a_pure_state_has_no_entropy(dtype):
     assert np.all(all_found.inside(0))
 
 
+@pytest.mark.slow
 def test_rules_are_exact_for_polynomials():
     spectrum = np.linspace(-1, 4, N)
     for estimator in tx.SLQEstimator(), tx.KrylovAwareEstimator():

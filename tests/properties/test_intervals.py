@@ -16,7 +16,6 @@ import pytest
 from scipy import stats
 
 import traceax as tx
-from traceax._core.quantiles import student_quantile
 
 from ..helpers import hermitian, matrix_free, PSD
 
@@ -91,6 +90,7 @@ def check_width(ends, std_err, value, exact, spectrum):
     assert rms <= 3 * spread + 10 * change
 
 
+@pytest.mark.slow(but="function0-*")
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps", "dtype"),
     [
@@ -113,6 +113,7 @@ def test_covers_on_the_positive_numbers(function, exact, estimator, num_steps, d
         check_width(ends, std_err, value, exact, eigenvalues)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps"),
     [
@@ -132,6 +133,7 @@ def test_covers_without_a_bracket(function, exact, estimator, num_steps):
         check_width(ends, std_err, value, exact, spectrum)
 
 
+@pytest.mark.slow
 def test_covers_where_one_eigenvalue_is_left():
     """Four samples of a form of rank one do not show their spread: by it alone, 92% are
     covered."""
@@ -143,6 +145,7 @@ def test_covers_where_one_eigenvalue_is_left():
     assert np.all(successful)
 
 
+@pytest.mark.slow
 def test_covers_where_rounding_is_all_of_the_error():
     """One small eigenvalue, which is deflated: a single draw of how rounding moves it may
     be close to zero by chance."""
@@ -155,6 +158,7 @@ def test_covers_where_rounding_is_all_of_the_error():
     assert np.sqrt(np.mean(std_err**2)) <= 3 * np.std(value, dtype=np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact", "num_steps", "spectrum"),
     [
@@ -233,6 +237,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(but=("trace", "diagonal"))
 @pytest.mark.parametrize("name", OTHERS)
 def test_covers_in_every_call(name):
     """Complex values are inside where their real and their imaginary part are; of a
@@ -246,6 +251,7 @@ def test_covers_in_every_call(name):
     assert low.shape == high.shape == (len(KEYS), *np.shape(truth))
 
 
+@pytest.mark.slow
 def test_exact_answers_count_rounding():
     for dtype in (np.float32, np.float64):
         matrix = hermitian(0, POSITIVE["condition 1e4"], dtype)
@@ -262,6 +268,7 @@ def test_one_sample_tells_nothing():
     assert solution.interval() == (-jnp.inf, jnp.inf)
 
 
+@pytest.mark.slow
 def test_transformations_of_the_call():
     """Compiled with a traced confidence, batched, and on a mesh."""
     operator = lx.MatrixLinearOperator(hermitian(0, POSITIVE["kernel"]), PSD)
@@ -298,13 +305,6 @@ def test_it_has_no_derivative():
     assert jax.grad(low)(2.0) == 0
 
 
-@pytest.mark.parametrize("confidence", [0.5, 0.68, 0.95, 0.99])
-def test_student_quantile(confidence):
-    freedom = np.array([1.0, 2, 3, 4, 9, 29, 1e9])
-    found = jax.jit(student_quantile)(jnp.asarray(confidence), jnp.asarray(freedom))
-    assert np.allclose(found, stats.t.ppf((1 + confidence) / 2, freedom), rtol=1e-2)
-
-
 @pytest.mark.parametrize("confidence", [0, 1, 95, -0.5, np.nan, np.full(2, 0.9)])
 def test_confidence_must_be_a_probability(confidence):
     solution = tx.trace(lx.DiagonalLinearOperator(jnp.ones(3)), k=3)
@@ -332,6 +332,7 @@ def exponential_of(matrix, rate):
     return solution.interval()
 
 
+@pytest.mark.slow
 def test_quadrature_errors_do_not_vanish_at_any_scale():
     """Squares of the couplings underflow or overflow in float32. But for rounding errors
     the interval is the same, and it is no wider than the values in [0, 1] allow."""
@@ -352,6 +353,7 @@ def test_confidence_that_rounds_to_one():
             solution.interval(0.999999998)
 
 
+@pytest.mark.slow
 def test_infinite_slope_of_an_exact_answer():
     """Rounding may change the root of the eigenvalue 0 by an unknown amount."""
     operator = matrix_free(np.diag([0.0, 1.0, 4.0]), PSD)

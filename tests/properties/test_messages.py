@@ -43,6 +43,7 @@ def trace(operator):
 # --- what is no operator ---
 
 
+@pytest.mark.slow(but=("float32-matrix0", "float64-matrix1"))
 @pytest.mark.parametrize("matrix", [csr_array(GENERAL), aslinearoperator(GENERAL)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_matrix_on_the_host(matrix, dtype):
@@ -173,6 +174,7 @@ def test_a_symmetric_operator_without_its_tag(dtype):
     assert "looks Hermitian" not in fails(matrix + skew)
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_an_exact_answer():
     def log_det(scale):
         operator = lx.MatrixLinearOperator(scale * jnp.asarray(SPD), PSD)
@@ -327,6 +329,7 @@ class Told:
         return tx.trace(operator, estimator, **known, **settings)
 
 
+@pytest.mark.slow(but="4-True")
 @pytest.mark.parametrize("throw", [True, False])
 @pytest.mark.parametrize("devices", [0, 4])
 def test_a_callback_that_raises(devices, throw):
@@ -357,6 +360,7 @@ def test_a_callback_that_raises_in_a_compiled_function(capfd):
     assert run().result == tx.RESULTS.max_matvecs_reached
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_before_the_exact_answer():
     """Which is not computed then."""
     told, products = Told(), []
@@ -430,6 +434,7 @@ STATS = {
 }
 
 
+@pytest.mark.slow(but=("logdet", "diagonal"))
 @pytest.mark.parametrize("name", STATS)
 def test_entries_are_the_same_beyond_n(name):
     below = STATS[name](k=5, num_steps=3, key=KEY).stats
@@ -444,6 +449,7 @@ def test_entries_are_the_same_beyond_n(name):
         assert beyond["sample_brackets"].tolist() == [beyond["bracket"].tolist()]
 
 
+@pytest.mark.slow
 def test_entries_of_an_exact_answer_that_ends_an_adaptive_run():
     budget = tx.Adaptive(rtol=1e-9, max_k=3 * N, round_size=4, min_samples=4)
     solution = STATS["logdet"](k=budget, num_steps=3, key=KEY)
@@ -454,6 +460,7 @@ def test_entries_of_an_exact_answer_that_ends_an_adaptive_run():
     assert stats["num_steps"] == 3
 
 
+@pytest.mark.slow(but="complex")
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_the_sign_of_a_general_determinant(dtype):
     generator = np.random.default_rng(2)
@@ -472,6 +479,7 @@ def test_the_sign_of_a_general_determinant(dtype):
         assert set(signs.tolist()) == {-1, 1}
 
 
+@pytest.mark.slow(but="tags0-*")
 @pytest.mark.parametrize("k", [5, N])
 @pytest.mark.parametrize("tags", [PSD, lx.negative_semidefinite_tag, ()])
 def test_the_determinant_of_a_zero_operator(k, tags):

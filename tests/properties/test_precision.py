@@ -83,6 +83,7 @@ def run(kind, condition, dtype, function):
 
 # Of all of these the value was far off and the result successful as long as Ritz values
 # were raised to the unit roundoff times the largest.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "condition", "dtype", "function"),
     [
@@ -102,6 +103,7 @@ def test_no_confident_wrong_value(kind, condition, dtype, function):
     assert np.all(covered & inside | flagged)
 
 
+@pytest.mark.slow(but="100000000.0-*")
 @pytest.mark.parametrize(
     ("condition", "dtype", "function"),
     [
@@ -129,6 +131,7 @@ def exponentials(matrix, estimator, keys):
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, BRAIN])
 @pytest.mark.parametrize("cls", [tx.SLQEstimator, tx.KrylovAwareEstimator])
 def test_exponential_of_large_negative_numbers(cls, dtype):
@@ -159,6 +162,7 @@ def steep(diagonal, function, estimator, keys):
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [tx.Inverse(1e-11), tx.Inverse(1e-3), tx.Power(0.5), tx.Exp(-1e7)]
 )
@@ -177,6 +181,7 @@ def test_functions_that_are_steep_near_zero(cls, function):
         assert np.all((np.abs(value - exact) <= 4 * std_err) | lost)
 
 
+@pytest.mark.slow
 def test_products_less_accurate_than_their_dtype_are_seen():
     """As those of float32 are on some accelerators, and an inner solve's."""
     matrix = jnp.asarray(low_rank(400))
@@ -202,6 +207,7 @@ def exactly(matrix, function):
     return tx.trace_of_function(operator, function, k=N, num_steps=5, throw=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "condition", "dtype", "function", "lost"),
     [
@@ -225,6 +231,7 @@ def test_exact_answers(kind, condition, dtype, function, lost):
         assert np.allclose(solution.value, reference(matrix, function), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_exact_answers_of_matrices_with_negative_eigenvalues():
     """Which rounding to bfloat16 leaves: what is of their size is unknown."""
     matrix = even(1e6).astype(BRAIN) / 2**20
@@ -249,6 +256,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_way_to_call(name):
     settings = {"num_steps": 20, "key": jr.key(0), "throw": False} | CALLS[name]
@@ -264,6 +272,7 @@ def test_every_way_to_call(name):
     assert result(low_rank(30).astype(BRAIN)) == tx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_a_preconditioner_restores_precision():
     """Where it leaves larger errors of sampling than those of rounding. By chance the
     error is above four bars with a probability of 0.003; the key is fixed."""
@@ -290,6 +299,7 @@ def test_a_preconditioner_restores_precision():
     assert helped.result == LOST or (covered and helped.std_err > 0.2)
 
 
+@pytest.mark.slow
 def test_general_operators():
     """By Golub-Kahan: covered, or flagged."""
     left, right = (np.linalg.qr(low_rank(seed))[0] for seed in (2.0, 3.0))
@@ -312,6 +322,7 @@ def test_general_operators():
         assert successful | (dtype == BRAIN)
 
 
+@pytest.mark.slow
 def test_perturbations_that_leave_the_domain_of_a_general_operator():
     """Half of the eigenvalues are below what products in low precision tell from zero."""
     vectors = np.eye(20) + 0.1 * np.random.default_rng(1).standard_normal((20, 20))
@@ -347,6 +358,7 @@ def test_it_raises():
         tx.trace_of_function(operator, INVERSE, k=10, num_steps=20, key=jr.key(0))
 
 
+@pytest.mark.slow(but="decaying-300.0-bfloat16*")
 @pytest.mark.parametrize(
     ("kind", "condition", "dtype", "function"),
     [
@@ -395,6 +407,7 @@ def dominated(estimator, k, tags, dtype, tail, size, keys):
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.slow(but="XDiag-f32")
 @pytest.mark.parametrize(
     ("call", "operator"),
     [
@@ -438,6 +451,7 @@ def check_width(bars, errors, value, dtype):
     assert rms(bars) <= 3 * rms(errors) + 3 * floor * value
 
 
+@pytest.mark.slow
 def test_diagonal_below_the_precision_of_the_largest_eigenvalue():
     structure = jax.ShapeDtypeStruct((400,), jnp.bfloat16)
     operator = lx.FunctionLinearOperator(lambda v: 2 * v + jnp.sum(v), structure)

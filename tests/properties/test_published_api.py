@@ -44,6 +44,7 @@ def test_estimators(estimator):
     assert abs(value - np.trace(matrix)) < 6 * stats["std.err"]  # fixed seed
 
 
+@pytest.mark.slow(but="sampler0-*")
 @every_estimator
 @pytest.mark.parametrize("sampler", [NormalSampler(float), SphereSampler()])
 def test_settings(estimator, sampler):

@@ -1,8 +1,9 @@
 """Random operators, settings and keys against what is promised for all of them.
 
-`pytest` takes a few from fixed seeds; `pytest --hypothesis-profile=long` takes hours, and
-many of each quantity, size, dtype, structure, block size and mesh. With the samples that
-are asked for here, the truth is eight standard errors off about once in a million draws.
+`pytest --all` takes a few from fixed seeds; with `--hypothesis-profile=long` too it takes
+hours, and many of each quantity, size, dtype, structure, block size and mesh. With the
+samples that are asked for here, the truth is eight standard errors off about once in a
+million draws.
 """
 
 import functools as ft
@@ -117,6 +118,7 @@ def floor_of(call, size):
 # --- values ---
 
 
+@pytest.mark.slow(but=("trace", "exp"))
 @some(*SHORT)
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_estimates(name, data, batch, seed):
@@ -180,6 +182,7 @@ def between(found, exact, more):
         assert len(outside) == 0
 
 
+@pytest.mark.slow
 @some("leaf-traces", "logdet-general")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_products_are_counted(name, data, batch, seed):
@@ -254,6 +257,7 @@ def solve_at_once(call, matrices, keys):
     return jax.vmap(ft.partial(solve, call))(matrices, keys)
 
 
+@pytest.mark.slow
 @some("xnystrace", "logdet")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_vmap_equals_a_loop(name, data, batch, seed):
@@ -264,6 +268,7 @@ def test_vmap_equals_a_loop(name, data, batch, seed):
     check_same(call, matrices, answers, jax.tree.map(np.asarray, others))
 
 
+@pytest.mark.slow(but="trace")
 @some("trace", "log-trace-exp")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_jit_equals_eager(name, data, batch, seed):
@@ -277,6 +282,7 @@ def test_jit_equals_eager(name, data, batch, seed):
     )
 
 
+@pytest.mark.slow(but="hutchpp")
 @some("hutchpp", "entropy")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_sharded_equals_local(name, data, batch, seed):
@@ -305,6 +311,7 @@ def solve_adaptively(call, matrices, keys, rtol, parts):
     return jax.lax.map(one, (matrices, keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMABLE if LONG else ["diagonal-xdiag"])
 @given(data=st.data(), batch=BATCHES, seed=SEEDS, digits=st.integers(0, 8))
 def test_resumed_equals_uninterrupted(name, data, batch, seed, digits):
@@ -405,6 +412,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow(but="hutchpp")
 @pytest.mark.parametrize("name", FROZEN if LONG else ["hutchpp", "xnystrace", "logdet"])
 @given(batch=BATCHES, seed=SEEDS)
 def test_gradient_is_that_of_the_frozen_form(name, batch, seed):

@@ -30,6 +30,7 @@ def multiple_of_identity(factor, n, dtype, tags=PSD):
 # float16: the smallest normal number is 6e-5, the smallest number 6e-8.
 
 
+@pytest.mark.slow(but="XTraceEstimator")
 @pytest.mark.parametrize(
     "estimator",
     [tx.XNysTraceEstimator(), tx.NystromPlusPlusEstimator(), tx.XTraceEstimator()],
@@ -98,6 +99,7 @@ def sum_of_exponentials(exponents, num_steps):
     return solution.value, solution.interval(), solution.result == SUCCESSFUL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [6, tx.AdaptiveSteps()], ids=["6", "chosen"])
 def test_large_exponentials(num_steps):
     """The error of the quadrature is not below what it is because that is large."""
@@ -118,6 +120,7 @@ def diagonal_of_inverse(matrix, **settings):
     return tx.diagonal_of_function(operator, tx.Inverse(), throw=False, **settings)
 
 
+@pytest.mark.slow
 def test_diagonal_of_a_tiny_inverse():
     """As many steps as where nothing is tiny."""
     matrix = hermitian(0, np.geomspace(1e-3, 1, 200))
@@ -133,6 +136,7 @@ def test_diagonal_of_a_tiny_inverse():
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.slow
 def test_exact_diagonal_of_a_huge_inverse():
     """Slopes of 1e20, whose squares are no numbers. The interval is of the size of
     rounding errors."""
@@ -148,6 +152,7 @@ def test_exact_diagonal_of_a_huge_inverse():
         assert np.all(high - low < 1e-5 * exact)
 
 
+@pytest.mark.slow
 def test_exact_logarithm_counts_rounding():
     """Eigenvalues up to 1e6 are known to 0.1, and so is the logarithm of the sum of their
     exponentials."""
@@ -162,6 +167,7 @@ def test_exact_logarithm_counts_rounding():
 # Sums that cancel.
 
 
+@pytest.mark.slow
 def test_harmonic_functions():
     """The bar of a Laplacian that is zero is that of the rounding errors of its terms."""
     entries = np.random.default_rng(0).standard_normal(64)
@@ -175,6 +181,7 @@ def test_harmonic_functions():
     assert solution.std_err < 100 * eps * np.linalg.norm(row)
 
 
+@pytest.mark.slow
 def test_difference_of_two_exact_answers():
     """It may be smaller than the rounding errors of both."""
     x = np.linspace(0, 1, 100)
@@ -191,6 +198,7 @@ def test_difference_of_two_exact_answers():
     assert 0 < solution.std_err < 0.1
 
 
+@pytest.mark.slow
 def test_difference_of_operators_of_different_scales():
     """Ritz values come from each operator by itself. Mixed, the smallest of one over the
     largest of the other is out of the domain."""
@@ -207,6 +215,7 @@ def test_difference_of_operators_of_different_scales():
 # What holds up to rounding only.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "k", [20, tx.Adaptive(rtol=0.1, max_k=64)], ids=["fixed", "rounds"]
 )
@@ -225,6 +234,7 @@ def log_det(operator, **settings):
     return tx.logdet(operator, k=10, key=KEY, throw=False, **settings)
 
 
+@pytest.mark.slow
 def test_a_bound_above_the_spectrum_is_not_used():
     """A Ritz value below it shows that it is none. Taken for one, the bracket was empty,
     and one step enough."""
@@ -238,6 +248,7 @@ def test_a_bound_above_the_spectrum_is_not_used():
     assert wrong.stats["num_steps"] == without.stats["num_steps"]
 
 
+@pytest.mark.slow
 def test_a_shift_below_the_precision_of_products():
     """A preconditioner makes it larger, and knows less of the smallest eigenvalue."""
     d = jnp.asarray(np.repeat([16.0, 1 / 32], [80, 1920]), jnp.bfloat16)
@@ -249,6 +260,7 @@ def test_a_shift_below_the_precision_of_products():
     assert solution.stats["num_steps"] > 1
 
 
+@pytest.mark.slow
 def test_negative_eigenvalues_in_low_precision():
     """A fifth of the largest is no rounding error, whatever n is."""
     n = 700
@@ -260,6 +272,7 @@ def test_negative_eigenvalues_in_low_precision():
     assert solution.result == tx.RESULTS.outside_domain
 
 
+@pytest.mark.slow
 def test_solves_of_a_large_system():
     """With more than 42,000 rows an eigenvalue of one is below the limit of `lineax.CG`
     in float32."""
@@ -279,6 +292,7 @@ def test_solves_of_a_large_system():
     assert np.allclose(jax.grad(of_scale)(np.float32(2.0)), n / 2, rtol=1e-4)
 
 
+@pytest.mark.slow(but="float32-1e-06-False")
 @pytest.mark.parametrize(
     ("dtype", "rtol", "met"),
     [
@@ -304,6 +318,7 @@ def test_tolerances_far_below_rounding(dtype, rtol, met):
     assert run(2000).result == SUCCESSFUL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 0])
 def test_what_is_left_of_a_vector_at_a_breakdown(window):
     """A rounding error, in any direction. Without a basis it would be taken for a large
@@ -321,6 +336,7 @@ def test_what_is_left_of_a_vector_at_a_breakdown(window):
         assert low <= exact <= high < low + 1e-4 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact"),
     [
@@ -348,6 +364,7 @@ def test_exact_answers_of_rank_deficient_operators(function, exact):
     assert solution.result == SUCCESSFUL or high - low > 0.02 * solution.value
 
 
+@pytest.mark.slow
 def test_singular_values_after_a_breakdown():
     """Rounding errors of an orthogonal matrix, in a basis that they lose their
     orthogonality to, would make a singular value of zero."""
@@ -359,6 +376,7 @@ def test_singular_values_after_a_breakdown():
     np.testing.assert_allclose(solution.value, 200 * np.log(2.5), rtol=1e-5)
 
 
+@pytest.mark.slow(but="XTraceEstimator")
 @pytest.mark.parametrize(
     "estimator",
     [tx.XTraceEstimator(), tx.XDiagEstimator(), tx.XNysTraceEstimator()],
@@ -392,6 +410,7 @@ def test_a_tail_below_the_precision_of_products(estimator):
     assert abs(np.mean([slope for _, slope in found]) / rank - 1) < 5e-3
 
 
+@pytest.mark.slow
 def test_diagonals_that_decay():
     """The error of each entry counts as that of the largest, which says little of all."""
     row = 1 / np.arange(1, 2049, dtype=np.float32)

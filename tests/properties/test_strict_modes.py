@@ -80,6 +80,7 @@ def strict():
         yield
 
 
+@pytest.mark.slow(but=("HutchPlusPlus-*", "XTrace-*", "logdet"))
 @pytest.mark.parametrize("name", CALLS)
 def test_adaptive_budget(name, arguments):
     """Outside of `jit`, to a tolerance that is reached before the largest budget."""
@@ -101,6 +102,7 @@ def test_gradient(name, arguments):
     assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.slow
 def test_gradient_of_an_adaptive_budget(arguments):
     slope = jax.jit(jax.grad(lambda a, key, k: CALLS["XTrace-Sphere"](a, key, k).value))
     with strict():
@@ -130,6 +132,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(but=("exact", "density", "nystrom", "diagonal", "row_norms"))
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls(name, arguments):
     matrix, key, _ = arguments
@@ -160,6 +163,7 @@ def test_interval_of_a_complex_value(arguments):
     assert low.real < solution.value.real < high.real
 
 
+@pytest.mark.slow(but="XTrace-*")
 @pytest.mark.parametrize("name", ["XTrace-Sphere", "logdet", "Arnoldi"])
 def test_no_promotion_of_dtypes(name, arguments):
     matrix, key, _ = arguments
@@ -185,6 +189,7 @@ NOT_COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_COMPILED)
 def test_without_compilation(name, arguments):
     """Under `jax.disable_jit` a loop over no entries is an error, and counters of loops

@@ -42,6 +42,7 @@ def together(stack, estimator, keys):
     return jax.vmap(every_key)(stack)
 
 
+@pytest.mark.slow(but=("Hutch*", "XTraceEstimator", "XNys*"))
 @every_estimator
 def test_vmap_over_operators_and_keys(estimator):
     stack = np.stack([*MATRICES, BAD])
@@ -54,6 +55,7 @@ def test_vmap_over_operators_and_keys(estimator):
             assert np.isclose(std_errs[i, j], alone.std_err, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow(but=("XTraceEstimator", "Nystrom*"))
 @every_estimator
 def test_strict_promotion_modes(estimator):
     """A user's strict modes are for the user's code: our program, with its gradient, is

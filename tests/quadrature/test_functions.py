@@ -77,6 +77,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow(but=("exp", "general inverse", "exact"))
 @pytest.mark.parametrize("name", CALLS)
 def test_vmap_over_parameters_costs_no_product(name):
     """As many as one call makes; and each value is that of dense matrix functions, which
@@ -93,6 +94,7 @@ def test_vmap_over_parameters_costs_no_product(name):
     assert np.allclose(together, expected, rtol=1e-9)
 
 
+@pytest.mark.slow(but="tags1-*")
 @pytest.mark.parametrize(
     ("tags", "dtype"), [(PSD, np.float32), (PSD, np.float64), ((), np.float64)]
 )

@@ -115,6 +115,7 @@ def test_student_quantile():
         assert quantile(10, confidence) == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow(but=("Hutch*", "*Trace", "NystromPlusPlus"))
 @ALL
 def test_stops_at_the_first_round_that_is_good_enough(estimator):
     """The history, against the rule: quantile times standard error within tolerance. The
@@ -144,6 +145,7 @@ def test_stops_at_the_first_round_that_is_good_enough(estimator):
         assert succeeded(solution) or made == MAX // SIZE
 
 
+@pytest.mark.slow(but=("Hutchinson", "XTrace", "XNysTrace"))
 @AS_FIXED
 def test_tolerance_to_the_last_digit(estimator):
     """Just below the tolerance it goes on, and just above it ends."""
@@ -215,6 +217,7 @@ def test_wrong_tag():
 # --- the same as a fixed budget ---
 
 
+@pytest.mark.slow(but="Hutchinson")
 @AS_FIXED
 def test_same_as_fixed_budget_stopped_early(estimator):
     """One compiled program for all numbers of rounds; samples beyond are not finite. The
@@ -268,6 +271,7 @@ def test_products_of_a_gradient(estimator):
     assert made <= products <= 3 * made
 
 
+@pytest.mark.slow
 def test_budget_is_rounded_down_to_whole_rounds():
     def run(estimator, k):
         return estimate(DECAY, estimator, k, gradient=False)[0]
@@ -286,6 +290,7 @@ def test_budget_is_rounded_down_to_whole_rounds():
 BEYOND = {"gradient": False, "max_k": 10 * N}
 
 
+@pytest.mark.slow(but="Hutchinson")
 @ALL
 def test_products_are_counted(estimator):
     """Those that are reported, and no more; fewer than n where that is enough."""
@@ -296,6 +301,7 @@ def test_products_are_counted(estimator):
     assert succeeded(solution)
 
 
+@pytest.mark.slow(but=("Hutchinson", "HutchPlusPlus", "XTrace"))
 @EVERY
 def test_an_estimate_that_is_good_enough_is_kept(estimator):
     """For a tolerance that is met, the budget beyond n changes nothing."""
@@ -319,6 +325,7 @@ def test_budget_beyond_the_size(estimator):
     assert solution.stats["num_matvecs"] == products
 
 
+@pytest.mark.slow(but="XNysTrace")
 @EVERY
 def test_negative_semidefinite(estimator):
     """Also what the history says, and the callback."""
@@ -370,6 +377,7 @@ def test_compiled_once_for_all_data():
     assert length(16) == length(32)
 
 
+@pytest.mark.slow(but="XTrace")
 @pytest.mark.parametrize("estimator", [HUTCHPP, XTRACE], ids=name)
 def test_tolerances_under_vmap(estimator):
     """Each of a batch stops by itself, and its answer is the one that it has alone."""
@@ -392,6 +400,7 @@ def test_tolerances_under_vmap(estimator):
     assert len(set(stats["num_matvecs"].tolist())) > 1
 
 
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_second_derivative_and_batches(estimator):
     """In a batch, by reverse over reverse mode, and by forward mode."""

@@ -48,6 +48,7 @@ SPECTRA = {
 # --- dtypes, ranks and scales: one program for each estimator and dtype ---
 
 
+@pytest.mark.slow(but="XTrace")
 @AS_FIXED
 def test_same_as_fixed_budget(estimator):
     """Value, standard error, samples and gradient, for spectra of every kind and rank."""
@@ -98,6 +99,7 @@ def probes_of(sampler, indices, dtype):
     return np.asarray(_probes_of(sampler, indices, dtype)).T
 
 
+@pytest.mark.slow(but="decay-complex64")
 @DTYPES
 @pytest.mark.parametrize("kind", ["decay", "low"])
 def test_nystrompp_by_its_definition(dtype, kind):
@@ -166,6 +168,7 @@ def test_zero_low_rank_and_scaled_operators(estimator, dtype):
 # --- small budgets, small and structured operators ---
 
 
+@pytest.mark.slow(but="NystromPlusPlus")
 @EVERY
 def test_budget_below_a_round(estimator):
     """One round, as small as the budget. The error is below 6 bars, but for 3% of keys at
@@ -222,6 +225,7 @@ def test_pytree_operator():
 # --- the estimator that picks one ---
 
 
+@pytest.mark.slow
 def test_auto_estimator():
     """By the tag and the largest budget, of which n or more is not spent where less is
     enough; exactly where the diagonal is stored."""
@@ -339,6 +343,7 @@ def test_traced_budget_names_adaptive():
 # --- statistics ---
 
 
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize(
     ("estimator", "eigenvalues"),
     [(HUTCHINSON, np.arange(1, 101)), (XTRACE, 1 / np.arange(1, 101))],

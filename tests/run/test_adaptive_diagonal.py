@@ -54,6 +54,7 @@ def run(matrix, estimator, keys, tags, k):
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.slow(but=("signs", "XDiag"))
 @every_case
 def test_reaches_the_tolerance(estimator, tags, matrix, rtol):
     """In the two-norm, with at least 93% of 200 keys but for a chance of 1e-5; and the
@@ -78,6 +79,7 @@ def test_reaches_the_tolerance(estimator, tags, matrix, rtol):
         assert np.isclose(last[2], np.linalg.norm(solution.std_err[i]), rtol=1e-6)
 
 
+@pytest.mark.slow(but="signs")
 @pytest.mark.parametrize(
     arguments, [CASES[i] for i in (0, 1, 4)], ids=[NAMES[i] for i in (0, 1, 4)]
 )
@@ -108,6 +110,7 @@ def test_other_norm_and_gradient(estimator, tags, matrix, rtol):
         assert np.allclose(slope, expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow(but="XNysDiag")
 @every_case
 def test_single_precision_stays(estimator, tags, matrix, rtol):
     """No array with an entry for each row is in double precision, of the derivative's
@@ -148,6 +151,7 @@ def test_bad_norms(norm, message):
         tx.Adaptive(rtol=0.1, max_k=10, norm=norm)
 
 
+@pytest.mark.slow(but="estimator0-*")
 @pytest.mark.parametrize(("estimator", "tags"), [(HUTCHINSON, ()), (AUTO, PSD)])
 def test_resumed_run_is_one_longer_run(estimator, tags):
     operator = matrix_free(jnp.asarray(DECAY), tags)
@@ -175,6 +179,7 @@ def test_resumed_run_is_one_longer_run(estimator, tags):
         tx.trace(operator, estimator, **call)
 
 
+@pytest.mark.slow(but="signs")
 @pytest.mark.parametrize("estimator", [HUTCHINSON, AUTO], ids=["signs", "Auto"])
 def test_budget_above_n_ends_exact(estimator):
     """Where the tolerance is out of reach, n products that were kept back."""
@@ -187,6 +192,7 @@ def test_budget_above_n_ends_exact(estimator):
     assert N <= solution.stats["num_matvecs"] <= 2 * N
 
 
+@pytest.mark.slow
 def test_default_stops_early_whatever_the_budget():
     """It takes the exact answer at once only where a round is enough for that."""
     operator = matrix_free(jnp.asarray(FLAT), PSD)

@@ -43,6 +43,7 @@ LONG = {"rtol": 1e-6}  # more than the budget allows
 # --- resuming ---
 
 
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_resume_with_more_budget(estimator):
     """Stopped by its budget, or by a tolerance, and gone on with a larger `max_k`."""
@@ -61,6 +62,7 @@ def test_resume_with_more_budget(estimator):
         assert solution.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 
+@pytest.mark.slow(but="HutchPlusPlus")
 @pytest.mark.parametrize("estimator", [HUTCHPP, NYSTROMPP], ids=name)
 def test_resume_of_what_plans(estimator):
     """It plans for the tolerance: what was deflated for a looser one is kept."""
@@ -72,6 +74,7 @@ def test_resume_of_what_plans(estimator):
     assert np.abs(solution.value - np.trace(DECAY)) < 5 * solution.std_err
 
 
+@pytest.mark.slow
 def test_resume_with_a_tighter_tolerance():
     """Rounds that were good enough for the looser one do not count: in small rounds it
     takes several in a row."""
@@ -87,6 +90,7 @@ def test_resume_with_a_tighter_tolerance():
     assert again.stats["num_matvecs"] >= first.stats["num_matvecs"] + 6
 
 
+@pytest.mark.slow
 def test_resume_where_nothing_is_left_to_do():
     """A state that is good enough costs no product."""
     first = trace(OPERATOR, XTRACE, budget(rtol=0.1))
@@ -237,6 +241,7 @@ def shown(capsys):
     return [float(line[:-1]) for line in lines]
 
 
+@pytest.mark.slow(but="float32")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_progress_meter(capsys, dtype):
     meter = eqxi.TextProgressMeter()
@@ -266,6 +271,7 @@ def test_progress_is_not_complete_before_the_end(capsys):
     assert shown(capsys).count(100) == 1
 
 
+@pytest.mark.slow
 def test_progress_meter_of_a_batch(capsys):
     def one(key):
         k = budget(**LONG, progress=eqxi.TextProgressMeter())
@@ -279,6 +285,7 @@ def test_no_history_unless_asked():
     assert "history" not in trace(OPERATOR, HUTCHINSON, budget(rtol=0.1)).stats
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
     """As many as the first tolerance asked for; products are counted once."""
@@ -300,6 +307,7 @@ def test_all_samples_of_a_run_that_goes_on_have_as_many_steps():
     assert not succeeded(again)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_deflation_that_goes_on():
     """Without a block: `test_adaptive_deflation.py`."""
@@ -322,6 +330,7 @@ def test_deflation_that_goes_on():
     np.testing.assert_allclose(again.value, whole.value, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_numpy_settings_are_those_of_the_same_call():
     """Without 64 bits, those of NumPy are rounded on the way into a program."""
     with jax.enable_x64(False):
@@ -350,6 +359,7 @@ def test_another_norm_is_refused():
         tx.diagonal(operator, HUTCHINSON, k=again, state=first.state, **settings)
 
 
+@pytest.mark.slow
 def test_a_little_more_than_n_is_enough_for_every_estimator():
     """What is left beside n products may be less than the estimator needs."""
     operator = lx.MatrixLinearOperator(jax.numpy.asarray(FLAT), PSD)

@@ -28,6 +28,7 @@ OPERATOR = matrix_free(jax.numpy.asarray(DECAY), PSD)
 GENEROUS = {"max_k": 200, "rtol": 1e-9}  # more than n, for what no estimator reaches
 
 
+@pytest.mark.slow(but="XTrace")
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_value_and_gradient_are_exact(estimator):
     solution, (slope, _) = estimate(DECAY, estimator, budget(**GENEROUS))
@@ -46,6 +47,7 @@ def test_independent_samples_that_are_hopeless_are_soon_given_up():
     assert solution.stats["num_matvecs"] == N + 2 * SIZE
 
 
+@pytest.mark.slow(but="48-48-True")
 @pytest.mark.parametrize(
     ("max_k", "products", "exact"),
     [(N + SIZE - 1, N, False), (N + SIZE, N + SIZE, True)],
@@ -56,6 +58,7 @@ def test_the_budget_is_never_exceeded(max_k, products, exact):
     assert succeeded(solution) == exact
 
 
+@pytest.mark.slow
 def test_every_key_of_a_batch_and_complex_operators():
     matrix = hermitian(3, 1 / np.arange(1, N + 1), np.complex128)
     operator = lx.MatrixLinearOperator(jax.numpy.asarray(matrix), PSD)
@@ -70,6 +73,7 @@ def test_every_key_of_a_batch_and_complex_operators():
     np.testing.assert_allclose(solution.value, np.trace(matrix), rtol=1e-13)
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     execution = tx.Sharded(tx.probe_mesh(jax.devices()[:4]))
     settings = {"k": budget(**GENEROUS), "key": KEY, "execution": execution}
@@ -78,6 +82,7 @@ def test_on_a_mesh():
     assert solution.std_err == 0
 
 
+@pytest.mark.slow(but="Lanczos")
 @pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "Golub-Kahan"])
 def test_log_determinants(tags):
     """The bracket and the Ritz values are those of the exact answer too."""
@@ -96,6 +101,7 @@ def test_a_failed_product_is_still_a_failure():
     assert solution.result == tx.RESULTS.nonfinite_product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "products"), [(N + 2 * SIZE, N), (N + 5 * SIZE, N + 5 * SIZE)]
 )

@@ -35,6 +35,7 @@ def of(fn, *args):
     return collectives(jax.jit(fn).lower(*args).compile())
 
 
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize(
     ("call", "make", "tags"),
     [
@@ -61,6 +62,7 @@ def test_values(call, make, tags):
     assert max(sizes) < 128, f"{sizes} numbers"
 
 
+@pytest.mark.slow(but="slq")
 @pytest.mark.parametrize("call", [hutchinson, slq])
 def test_gradients(call):
     """One all-reduce for each array of the operator, of its shape, in a loop too."""
@@ -93,6 +95,7 @@ def test_gradient_with_a_loop_inside():
     assert found == [("all-reduce", (n, n))], found
 
 
+@pytest.mark.slow(but=("estimator0-*", "estimator3-*"))
 @pytest.mark.parametrize(
     ("estimator", "k", "widths"),
     [

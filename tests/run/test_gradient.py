@@ -89,6 +89,7 @@ def derivatives(case, dtype):
     return [np.asarray(x) for x in found]
 
 
+@pytest.mark.slow(but=("*-float64", "XTrace-*-complex128"))
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 @every_case
 def test_first_and_second_derivatives_are_unbiased(case, dtype):
@@ -112,6 +113,7 @@ def test_forward_equals_reverse_and_vmap_the_loop(case):
     assert np.allclose(forward_reverse, second, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_complex_parameter():
     """The gradient in a complex parameter z of `Re tr A(z)`, A not Hermitian."""
     normal, imaginary = np.random.default_rng(0).standard_normal((2, N, N))
@@ -161,6 +163,7 @@ def gradients(case):
     return [np.asarray(x) for x in found]
 
 
+@pytest.mark.slow(but="Nystrom*")
 @every_case
 def test_gradient_in_the_matrix_is_unbiased(case):
     """`d tr A / dA = I`, entry by entry: 300 keys, the largest of 576 z-scores below 5
@@ -171,6 +174,7 @@ def test_gradient_in_the_matrix_is_unbiased(case):
     assert np.max(error / np.maximum(spread, 1e-12)) < 5
 
 
+@pytest.mark.slow(but="XNysTrace-*")
 @every_case
 def test_gradient_at_rank_deficient_operators(case):
     """Along one direction, unbiased: 300 keys, false alarms 6e-5."""
@@ -180,6 +184,7 @@ def test_gradient_at_rank_deficient_operators(case):
         assert z_score(slopes, np.trace(direction)) < 4, f"rank {rank}"
 
 
+@pytest.mark.slow(but="HutchPlusPlus-*")
 @every_case
 def test_linear_scaling_has_the_estimate_as_derivative(case):
     """`tr(s A)` is linear in s. Hutchinson, Hutch++ and XTrace are linear in A for frozen
@@ -190,6 +195,7 @@ def test_linear_scaling_has_the_estimate_as_derivative(case):
     assert np.allclose(slope, value, rtol=rtol, atol=0)
 
 
+@pytest.mark.slow(but="XNysTrace-*")
 @pytest.mark.parametrize("case", [case for case in CASES if case.semidefinite], ids=str)
 def test_gradient_of_a_negative_semidefinite_operator(case):
     tag = lx.negative_semidefinite_tag

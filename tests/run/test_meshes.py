@@ -101,12 +101,14 @@ def test_hutchinson():
     check(call, positive_definite(N), 1, 4, 8, blocks=blocks)
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("k", [1, 3])
 def test_fewer_probes_than_devices(k):
     call = trace(tx.HutchinsonEstimator(), k)
     check(call, positive_definite(N), 8)
 
 
+@pytest.mark.slow
 def test_complex_single_precision():
     matrix = positive_definite(N, jnp.complex64)
     check(trace(tx.HutchinsonEstimator()), matrix, 4, rtol=1e-6)
@@ -120,6 +122,7 @@ def test_exact():
     check(trace(tx.ExactTraceEstimator(), N, matrix_free, ()), general(N), 8)
 
 
+@pytest.mark.slow(but="estimator1-*")
 @pytest.mark.parametrize(
     ("estimator", "k", "tags", "size", "values"),
     [
@@ -133,6 +136,7 @@ def test_sketches(estimator, k, tags, size, values):
     check(trace(estimator, k, tags=tags), matrix, size, values=values)
 
 
+@pytest.mark.slow(but="estimator1-*")
 @pytest.mark.parametrize(
     ("estimator", "k", "size"),
     [
@@ -150,15 +154,18 @@ def test_slq():
     check(logdet(), positive_definite(N), 4, blocks=[(2, 3)])
 
 
+@pytest.mark.slow
 def test_slq_with_fewer_probes_than_devices():
     # The bar is a difference of samples, and has their rounding errors.
     check(logdet(3), positive_definite(N, jnp.complex64), 8, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_golub_kahan():
     check(logdet(tags=()), general(N), 8, rtol=1e-12)
 
 
+@pytest.mark.slow(but="exact")
 @pytest.mark.parametrize(
     ("call", "size", "rtol"),
     [(logdet(N), 4, 1e-12), (krylov_aware, 8, 1e-13), (preconditioned, 2, 1e-12)],

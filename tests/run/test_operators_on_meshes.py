@@ -192,6 +192,7 @@ def by_name(makes):
     return [pytest.param(make, x, id=make.__name__) for make, x in makes.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("makes", [CHECKED, OTHERS], ids=["checked", "others"])
 def test_value_and_gradient(makes):
     agree(all_values_and_slopes, makes, list(makes.values()))
@@ -214,11 +215,13 @@ def test_what_jax_can_check(monkeypatch):
     assert not any(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "x"), by_name(NONLINEAR))
 def test_second_derivative(make, x):
     agree(second, [make], x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "x"), by_name(SOLVING))
 def test_solve_inside(make, x):
     agree(second, [make], x, 1e-12)
@@ -229,6 +232,7 @@ def xtrace(operator, execution):
     return tx.trace(operator, tx.XTraceEstimator(), k=6, **settings).value
 
 
+@pytest.mark.slow
 def test_solve_inside_a_sketch():
     agree(second, [solving, xtrace], (A, D), 1e-11)
 
@@ -252,6 +256,7 @@ def set_mesh(kind):
     return jax.set_mesh(jax.make_mesh((4,), ("probes",), axis_types=(kind,)))
 
 
+@pytest.mark.slow(but="closure")
 @pytest.mark.parametrize(
     ("of", "x"),
     [
@@ -276,6 +281,7 @@ def test_explicit_axes_are_nothing_to_local_execution():
 ON_DIAGONAL = PATTERN[:, 0] == PATTERN[:, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "x"),
     [(convex, (A / N, D)), (definite_bcoo, np.where(ON_DIAGONAL, 2.0 * N, 0.5))],
@@ -299,6 +305,7 @@ def by_rows(x):
     return lx.FunctionLinearOperator(fn, VECTOR, PSD)
 
 
+@pytest.mark.slow(but="by_rows-*")
 @pytest.mark.parametrize(
     ("make", "call"), [(masked, hutchinson), (masked, slq), (by_rows, xtrace)]
 )
@@ -323,6 +330,7 @@ def test_identity():
     assert hutchinson(operator, tx.Local()) == hutchinson(operator, SHARDED) == N
 
 
+@pytest.mark.slow(but="estimator0")
 @pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
 def test_callback_in_an_adaptive_run(estimator):
     """Reverse mode of a loop with an effect. The product may be called more than once a

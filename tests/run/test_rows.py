@@ -111,6 +111,7 @@ def as_long_as_a_vector(told):
     return [x for x in told if max((1, *x[1])) >= N]
 
 
+@pytest.mark.slow(but="Hutchinson-4")
 @pytest.mark.parametrize(("name", "size"), [("Hutchinson", 4), ("SLQ", 8)])
 def test_streaming(name, size):
     """And nothing as long as a vector is sent."""
@@ -120,6 +121,7 @@ def test_streaming(name, size):
     assert not as_long_as_a_vector(told), told
 
 
+@pytest.mark.slow(but="Hutch++")
 @pytest.mark.parametrize("name", ["XTrace", "Hutch++", "XNysTrace"])
 def test_sketches(name):
     """Blocks of rows are gathered; for a value nothing as long as a vector is sent."""
@@ -130,6 +132,7 @@ def test_sketches(name):
     assert not as_long_as_a_vector(told), told
 
 
+@pytest.mark.slow(but="XTrace-4")
 @pytest.mark.parametrize(
     ("name", "size"),
     [("Hutchinson", 8), ("SLQ", 4), ("XTrace", 4), ("Hutch++", 4), ("XNysTrace", 4)],
@@ -204,6 +207,7 @@ def test_explicit_axes():
         CALLS["Hutchinson"](stencil(place(explicit, DIAGONAL, "rows")), execution)
 
 
+@pytest.mark.slow(but="Hutch++")
 @pytest.mark.parametrize(
     "estimator",
     [tx.HutchPlusPlusEstimator(), tx.NystromPlusPlusEstimator()],

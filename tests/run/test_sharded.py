@@ -1,4 +1,4 @@
-"""Devices, meshes, the arguments of `Sharded`, and what needs processes of its own: what
+"""The arguments of `Sharded`, and what needs processes of its own: what
 could wait forever, and more than one process. See also `test_meshes.py`,
 `test_operators_on_meshes.py`, `test_collectives.py`, `test_rows.py` and
 `test_stopping_on_meshes.py`."""
@@ -88,47 +88,11 @@ def test_two_processes():
     assert told[0] == told[1] + told[2] > 0, told
 
 
-# --- devices and meshes ---
-
-
-def test_devices():
-    assert tx.devices() == jax.devices()
-    assert tx.devices("cpu") == jax.devices("cpu")
-    with pytest.raises(ValueError, match=r"`backend` must.*'neuron'.*'cpu'"):
-        tx.devices("neuron")
-
-
 def test_a_platform_that_does_not_start_is_left_out():
     program = "import traceax as tx; print([each.platform for each in tx.devices()])"
     command = start(3, "-c", program, JAX_PLATFORMS="cpu,tpu")
     (output,) = finish(command)
     assert output.splitlines()[-1] == str(["cpu"] * 3)
-
-
-def test_default_device():
-    device = jax.devices()[0]
-    assert tx.default_device() is None
-    for setting in (device, "cpu"):
-        with jax.default_device(setting):
-            assert tx.default_device() == device
-    assert tx.default_device() is None
-
-
-@pytest.mark.parametrize("devices", [None, "cpu", "list"])
-def test_probe_mesh(devices):
-    devices = jax.devices() if devices == "list" else devices
-    mesh = tx.probe_mesh(devices, axis="p")
-    assert mesh.axis_names == ("p",)
-    assert mesh.axis_types == (AxisType.Auto,)
-    assert list(mesh.devices) == jax.devices()
-    assert tx.probe_mesh(devices).axis_names == ("probes",)
-
-
-def test_probe_mesh_errors():
-    with pytest.raises(ValueError, match="at least one device"):
-        tx.probe_mesh([])
-    with pytest.raises(ValueError, match=r"`devices` must.*'neuron'"):
-        tx.probe_mesh("neuron")
 
 
 # --- arguments ---

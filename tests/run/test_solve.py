@@ -1,12 +1,7 @@
-"""What states of other calls, settings and arguments are refused; sums and budgets at the
-edges."""
+"""Which states of other calls an adaptive budget refuses to go on with."""
 
-import copy
 import functools as ft
-import pickle
 
-import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -15,9 +10,6 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._operators.door import flatten
-from traceax._run.execution import Local
-from traceax._run.fold import fold
 
 from ..helpers import hermitian, matrix_free, PSD
 
@@ -30,31 +22,6 @@ HUTCHINSON = tx.HutchinsonEstimator()
 
 def budget(**settings):
     return tx.Adaptive(**({"rtol": 1e-7, "max_k": 16, "round_size": 8} | settings))
-
-
-# --- sums ---
-
-
-@pytest.mark.parametrize("rest", [0, 1])
-def test_long_sums_keep_their_digits(rest):
-    """Of as many equal terms one after another float32 lost four of seven digits."""
-    n, term = 200_000 + rest, np.float32(0.7123456)
-    flat = flatten(lx.IdentityLinearOperator(jax.ShapeDtypeStruct((n,), np.float32)))
-
-    @eqx.filter_jit
-    def total(term, scale):
-        fn = lambda _, index: (scale * term + 0 * index, ())  # noqa: E731
-        return fold(fn, lambda *_: (), lambda _: (), flat, n, Local(8))[0]
-
-    # An array too, as for leaves; and the derivative of the sum.
-    terms = np.array([term, 2 * term])
-    exact = n * terms.astype(np.float64)
-    np.testing.assert_allclose(total(jnp.asarray(terms), 1.0), exact, rtol=1e-6)
-    slope = jax.grad(lambda scale: total(jnp.asarray(term), scale))(np.float32(1))
-    np.testing.assert_allclose(slope, exact[0], rtol=1e-3)
-
-
-# --- states ---
 
 
 def of_function(k, state=None, *, function=None, num_steps=6, **others):
@@ -112,6 +79,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow(but=("trace", "diagonal", "row_norms"))
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_goes_on(name):
     """With the budget of a longer run, it is that run. A fixed one has no state."""
@@ -143,6 +111,7 @@ def test_traced_settings_are_those_of_the_same_call():
     np.testing.assert_allclose(inside, outside, rtol=1e-5)
 
 
+@pytest.mark.slow(but="tanh")
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu, jax.nn.softplus])
 def test_state_of_a_callable_made_anew(activation):
     """Its text has no address of an object."""
@@ -153,6 +122,7 @@ def test_state_of_a_callable_made_anew(activation):
     assert again.stats["num_matvecs"] > first.stats["num_matvecs"]
 
 
+@pytest.mark.slow(but="complex64")
 @pytest.mark.parametrize("dtype", [np.complex64, np.float16])
 def test_state_of_an_operator_of_another_dtype(dtype):
     estimator = tx.XTraceEstimator()
@@ -171,6 +141,7 @@ def test_state_of_an_operator_of_another_dtype(dtype):
         tx.trace(other, estimator, **again | {"state": state})
 
 
+@pytest.mark.slow
 def test_state_of_an_operator_with_another_tag():
     settings = {"key": KEY, "throw": False}
     tagged, plain = (matrix_free(jnp.asarray(MATRIX), tags) for tags in (PSD, ()))
@@ -178,116 +149,3 @@ def test_state_of_an_operator_with_another_tag():
         state = tx.trace(one, k=budget(), **settings).state
         with pytest.raises(ValueError, match="operator with the same tags and dtype"):
             tx.trace(other, k=budget(max_k=32), state=state, **settings)
-
-
-# --- adaptive budgets ---
-
-
-@pytest.mark.parametrize("estimator", [tx.XTraceEstimator(), tx.HutchPlusPlusEstimator()])
-def test_operator_smaller_than_the_least_budget(estimator):
-    """What is left beside n products is not enough for a single sample."""
-    matrix = jnp.asarray(MATRIX[:3, :3])
-    k = tx.Adaptive(rtol=0.1, max_k=50, round_size=2)
-    found = tx.frobenius_norm(matrix_free(matrix), estimator, k=k, key=KEY)
-    np.testing.assert_allclose(found.value, np.linalg.norm(matrix), rtol=1e-6)
-    assert found.std_err == 0
-    assert found.stats["num_matvecs"] == 3
-
-
-def test_adaptive_where_transfers_are_forbidden():
-    with jax.transfer_guard("disallow"):
-        assert tx.Adaptive(rtol=0.1, max_k=30).max_k == 30
-
-
-def test_infinite_tolerance_of_the_zero_operator():
-    zero = matrix_free(jnp.zeros((N, N)))
-    k = tx.Adaptive(rtol=np.inf, max_k=32, round_size=8)
-    found = tx.trace(zero, HUTCHINSON, k=k, key=KEY)
-    assert found.value == found.std_err == 0
-
-
-def test_no_error_bar_of_an_exact_answer():
-    """In small buffers of an estimate that the exact answer has replaced."""
-    flat = matrix_free(jnp.asarray(MATRIX))
-    found = tx.trace(
-        flat, tx.XTraceEstimator(), k=budget(max_k=N + 8), key=KEY, throw=False
-    )
-    assert found.std_err == 0
-    for name in ("std.err", "jackknife_std_err", "independent_std_err"):
-        assert found.stats[name] == 0, name
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "match"),
-    [
-        ({"progress": True}, TypeError, "`progress` must be a progress meter"),
-        ({"progress": eqxi.TextProgressMeter}, TypeError, "`progress` must be"),
-        ({"callback": 5}, TypeError, "`callback` must be a function"),
-        ({"history": "no"}, TypeError, "`history` must be True or False"),
-        ({"confidence": 1 - 1e-16}, ValueError, "`confidence` must be a known number"),
-    ],
-)
-def test_settings_of_adaptive(settings, error, match):
-    with pytest.raises(error, match=match):
-        budget(**settings)
-
-
-def test_confidence_near_one():
-    k = budget(rtol=10.0, confidence=1 - 1e-15, min_samples=8)
-    found = tx.trace(matrix_free(jnp.asarray(MATRIX)), HUTCHINSON, k=k, key=KEY)
-    assert np.isfinite(found.value)
-
-
-# --- other arguments ---
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_copies_of_the_hermitian_tag(copied):
-    matrix = jnp.asarray(MATRIX, np.complex64)
-    assert copied(tx.hermitian_tag) is tx.hermitian_tag
-    operator = copied(lx.MatrixLinearOperator(matrix, tx.hermitian_tag))
-    assert flatten(operator).hermitian
-
-
-def test_devices_of_a_mesh():
-    device = jax.devices()[0]
-    with pytest.raises(TypeError, match="`devices` must be a list of devices"):
-        tx.probe_mesh(device)  # pyright: ignore
-    with pytest.raises(ValueError, match="each device once"):
-        tx.probe_mesh([device, device])
-    assert tx.probe_mesh([device]).size == 1
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_words_that_are_no_key(size):
-    with pytest.raises(TypeError, match="`key` must be one JAX PRNG key"):
-        tx.trace(OPERATOR, HUTCHINSON, k=4, key=jnp.zeros(size, np.uint32))
-
-
-def test_raw_keys_where_new_ones_are_the_default():
-    raw = jnp.array([0, 1], np.uint32)
-    with jax.enable_custom_prng(), pytest.warns(FutureWarning, match="Raw arrays"):
-        inside = tx.trace(OPERATOR, HUTCHINSON, k=4, key=raw)
-    assert inside.value == tx.trace(OPERATOR, HUTCHINSON, k=4, key=raw).value
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: tx.Exp(np.nan),
-        lambda: tx.SLQEstimator(lower_bound=np.nan),
-        lambda: tx.Adaptive(rtol=np.nan, max_k=8),
-    ],
-)
-def test_parameters_that_are_no_numbers(make):
-    with pytest.raises(ValueError, match="nan"):
-        make()
-
-
-def test_raw_keys_of_another_generator():
-    with jax.default_prng_impl("rbg"):
-        key = jr.PRNGKey(0)
-        assert key.shape == (4,)
-        assert np.isfinite(tx.trace(OPERATOR, HUTCHINSON, k=4, key=key).value)

@@ -53,6 +53,7 @@ def half_bracket(matrix, steps, method, function):
     return (high - low) / 2, Convergence.of(form).may_be_singular(SEEN_BY_ONE)
 
 
+@pytest.mark.slow(but="*-Lanczos")
 @pytest.mark.parametrize(
     ("tags", "method", "function"),
     [(PSD, tx.Lanczos(), tx.Log()), ((), tx.GolubKahan(), SingularLog())],
@@ -77,6 +78,7 @@ def test_half_the_bracket_is_a_share_of_the_error(name, tags, method, function):
         assert half > 0.1 / 3 * solution.std_err or may_be_singular
 
 
+@pytest.mark.slow(but="complex128")
 @pytest.mark.parametrize(
     ("dtype", "estimator"),
     [
@@ -116,6 +118,7 @@ def check(solution, exact):
     assert solution.stats["num_steps"] <= 21
 
 
+@pytest.mark.slow(but="tanh")
 @pytest.mark.parametrize("function", [tx.Power(0.5), jnp.tanh])
 def test_functions(function):
     matrix = hermitian(2, SPECTRA["condition 4"])
@@ -123,6 +126,7 @@ def test_functions(function):
     check(solution, np.sum(jax.jit(function)(SPECTRA["condition 4"])))
 
 
+@pytest.mark.slow
 def test_exponential_and_its_derivative():
     matrix = hermitian(3, SPECTRA["condition 4"])
 
@@ -146,6 +150,7 @@ def test_multiples_of_the_identity_take_the_least(scale):
     assert np.isclose(solution.value, N * np.sqrt(scale), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_call_reaches_the_tolerance():
     """40 keys, all within the tolerance but two: at 95% more than 6 would be outside of
     it in one of 300 runs."""
@@ -166,6 +171,7 @@ def test_whole_call_reaches_the_tolerance():
     assert np.sum(np.abs(values / exact - 1) > 0.05) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_exact_answers")
 def test_too_few_steps_for_the_tolerance_are_told():
     matrix, k = hermitian(5, SPECTRA["condition 1e3"]), tx.Adaptive(rtol=0.02, max_k=60)
@@ -174,6 +180,7 @@ def test_too_few_steps_for_the_tolerance_are_told():
     assert solution.result == tx.RESULTS.too_few_steps
 
 
+@pytest.mark.slow
 def test_after_deflation():
     """Enough steps for the error of what is left. The bracket of what is deflated, which
     they do not narrow, takes none."""
@@ -193,6 +200,7 @@ def test_after_deflation():
     assert narrower / 2 <= 0.1 * 3 * 1e-3 * abs(solution.value)
 
 
+@pytest.mark.slow
 def test_before_deflation():
     """Without a block the first probe says how much to deflate: as for an estimate
     without deflation. Then as many steps are chosen as what is left takes."""
@@ -208,6 +216,7 @@ def test_before_deflation():
     assert low <= np.sum(np.log(SPECTRA["decaying"])) <= high
 
 
+@pytest.mark.slow
 def test_of_a_deflation_that_grows():
     """As with the number of steps that the first probe finds to be enough for the
     tolerance."""
@@ -223,6 +232,7 @@ def test_of_a_deflation_that_grows():
     assert solution.stats["num_matvecs"] == told.stats["num_matvecs"] + steps
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     matrix, mesh = hermitian(6, SPECTRA["condition 1e3"]), tx.probe_mesh()
     one = log_det(matrix, KEY, tx.AdaptiveSteps())
@@ -231,6 +241,7 @@ def test_on_a_mesh():
     assert np.isclose(one.value, other.value, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_vmap_over_operators():
     """Each takes what it needs."""
     matrices = np.stack([hermitian(7, SPECTRA[name]) for name in SPECTRA])
@@ -242,6 +253,7 @@ def test_vmap_over_operators():
         assert np.isclose(together.value[i], alone.value, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_more_than_n_and_a_single_probe():
     matrix = hermitian(8, SPECTRA["condition 1e3"])
     solution = log_det(matrix, KEY, tx.AdaptiveSteps(max_steps=1000), k=1)

@@ -42,6 +42,7 @@ def agree(found, local):
     close("estimate", (found.value, found.std_err), (local.value, local.std_err), 1e-11)
 
 
+@pytest.mark.slow(but="estimator0")
 @pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
 def test_value_and_gradient(estimator):
     (local, slope), (found, other) = (
@@ -52,6 +53,7 @@ def test_value_and_gradient(estimator):
     close("gradient", other, slope, 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator", [tx.XNysTraceEstimator(), tx.HutchPlusPlusEstimator()]
 )
@@ -63,6 +65,7 @@ def test_value(estimator):
     agree(found, local)
 
 
+@pytest.mark.slow
 def test_log_determinant():
     def logdet(execution):
         operator = lx.MatrixLinearOperator(positive_definite(N), PSD)

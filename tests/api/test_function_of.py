@@ -63,6 +63,7 @@ def applied(matrix, along, function, vector, t, num_steps=20):
     return tx.function_of(operator, function, num_steps).mv(vector)
 
 
+@pytest.mark.slow(but=("log-complex128", "callable-*"))
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -93,6 +94,7 @@ def test_derivative_in_the_operator(name, dtype):
     assert abs(slope - np.vdot(u, exact).real) < rtol * size * np.linalg.norm(u)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [6, 12])
 def test_forward_and_reverse_mode_agree_to_the_accuracy_of_the_run(num_steps):
     matrix, along = hermitian(0, np.geomspace(0.1, 1, N)), direction(np.float64)
@@ -154,6 +156,7 @@ def slopes_of_diagonals(matrix, along, weights, keys):
     return jax.grad(value)(0.0, N, keys[0]), estimates
 
 
+@pytest.mark.slow
 def test_diagonal_of_a_function():
     """All products exactly; by XDiag unbiased: z-test over 200 keys, false alarm 6e-5."""
     matrix, along = hermitian(0, SPECTRUM), direction(np.float64)
