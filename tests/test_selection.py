@@ -15,8 +15,8 @@ from .conftest import ALL_ITEMS, case_of, kept
 
 TESTS = Path(__file__).parent
 # What calls return or are given by other parts, which tests need not name.
-RETURNED = {"DynamicState", "OperatorReport", "Preconditioner", "Sketch", "Solution"}
-RETURNED |= {"RESULTS", "SpectralDensity"}
+RETURNED = {"DiagonalPreconditioner", "DynamicState", "OperatorReport", "Preconditioner"}
+RETURNED |= {"RESULTS", "Sketch", "Solution", "SpectralDensity"}
 PUBLIC = {
     name
     for name, value in vars(tx).items()
