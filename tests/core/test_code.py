@@ -18,6 +18,8 @@ from traceax._core.code import Code
 from ..helpers import hermitian, PSD
 
 
+# Its own test finds it nevertheless.
+pytestmark = pytest.mark.filterwarnings("ignore:.* was compiled 3 times from this line")
 N, KEY = 5, jax.random.key(0)
 POINT = jnp.asarray(np.linspace(0.1, 1, N))
 MATRIX = jnp.asarray(hermitian(0, np.linspace(0.2, 2, N)))
@@ -159,6 +161,23 @@ def test_python_numbers_are_code():
     for zero in (0.0, -0.0):
         found = of_spectrum(lambda x, zero=zero: 1 / (x * zero), 1.0)
         assert found == np.copysign(np.inf, zero)
+
+
+def test_warning_where_a_line_compiles_again_and_again():
+    """Once, after the third program; not for functions that do something else."""
+
+    def run(product):
+        structure = jax.ShapeDtypeStruct((N,), float)
+        return trace(lx.FunctionLinearOperator(product, structure)).value
+
+    products = [lambda v: v, lambda v: v + v, lambda v: -v, lambda v: v[::-1]]
+    for product in products:
+        run(product)
+    for c in (5.0, 6.0):
+        assert run(lambda v, c=c: v + c * v) == (1 + c) * N
+    with pytest.warns(UserWarning, match="close over an array instead"):
+        run(lambda v: v + 7.0 * v)
+    assert run(lambda v: v + 8.0 * v) == 9 * N
 
 
 def code_of(fn, *args):

@@ -80,7 +80,7 @@ def laplacian(
     - `k`: how many random directions, vectors of signs. With `k >= n`, and by default,
         the n unit vectors, and the exact Laplacian. Or [`traceax.Adaptive`][], with
         products of the Hessian.
-    - `key`, `throw`: as for [`traceax.trace`][].
+    - `key`, `state`, `throw`: as for [`traceax.trace`][].
 
     **Returns:**
 

@@ -62,6 +62,11 @@ class EnteredOperator(eqx.Module):
         return self._unflatten([None] * self._form.num_leaves)[0]
 
     @property
+    def code(self) -> Code:
+        """Of a product."""
+        return self.flat.fn.code  # pyright: ignore[reportFunctionMemberAccess]
+
+    @property
     def size(self) -> int:
         """n, the length of the flat vectors that the operator is applied to."""
         return self.flat.size
@@ -88,15 +93,21 @@ def enter(
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
     # JAX caches traces by the objects that the operator consists of: an operator that is
     # the same object as in an earlier call is not traced again.
+    static = treedef, others
     with standard_promotion(), explain_index_overflow():
-        traced = _trace.trace((treedef, others), arrays)
-    setup = traced.jaxpr
+        traced = _trace.trace(static, arrays)
+        setup, outputs = traced.jaxpr, traced.out_info
+        if len(setup.in_avals) > len(arrays):
+            # It closes over values that an outer transformation traces. `jax.jit` makes
+            # hidden arguments of them, `jax.make_jaxpr` constants.
+            trace = ft.partial(_trace.__wrapped__, static)
+            setup, outputs = jax.make_jaxpr(trace, return_shape=True)(arrays)
     return EnteredOperator(
         arrays=[*setup.consts, *arrays],
         structure=operator.in_structure(),
         square=operator.in_structure() == operator.out_structure(),
         _setup=Code.of(setup.jaxpr),
-        _form=jax.tree.structure(traced.out_info),
+        _form=jax.tree.structure(outputs),
     )
 
 

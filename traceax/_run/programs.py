@@ -1,6 +1,5 @@
 """A warning where a call is compiled again and again from the same line."""
 
-import collections
 import sys
 import types
 import warnings
@@ -28,7 +27,7 @@ class _Programs:
 
     def __init__(self):
         self.traced = 0
-        self._of_line: collections.Counter[Hashable] = collections.Counter()
+        self._codes: dict[Hashable, set[Hashable]] = {}
 
     def note(self, name: str, args: PyTree) -> None:
         """Count a program that was compiled for the call `name`. Warn if it is the third
@@ -36,14 +35,18 @@ class _Programs:
         level, frame = 1, sys._getframe(1)
         while frame.f_back is not None and _is_internal(frame):
             level, frame = level + 1, frame.f_back
-        line = frame.f_code.co_filename, frame.f_lineno, name, _summary(args)
-        self._of_line[line] += 1
-        if self._of_line[line] != _WARN_AT or jax.config.jax_disable_jit:  # pyright: ignore
+        shapes, codes = _summary(args)
+        line = frame.f_code.co_filename, frame.f_lineno, name, shapes
+        earlier = self._codes.setdefault(line, set())
+        if codes in earlier or jax.config.jax_disable_jit:  # pyright: ignore
+            return
+        earlier.add(codes)
+        if len(earlier) != _WARN_AT:
             return
         warnings.warn(
-            f"`{name}` was compiled {_WARN_AT} times from this line, for operators and "
-            "settings that differ in the code of their functions alone. A Python number "
-            "in a function is a part of its code: close over an array instead, such as "
+            f"`{name}` was compiled {_WARN_AT} times from this line, for functions that "
+            "differ in numbers, rules or callbacks alone. A Python number in a function "
+            "is a part of its code: close over an array instead, such as "
             "`jnp.asarray(number)`. A callback, or a function with a derivative rule "
             "(`jax.custom_jvp`, `jax.custom_vjp`) that is not defined in a module, is "
             "compared by identity: make it, or the operator, once. Or make both the "
@@ -61,16 +64,16 @@ def _is_internal(frame: types.FrameType) -> bool:
     return module.partition(".")[0] in _PACKAGES
 
 
-def _summary(args: PyTree) -> Hashable:
-    """Shapes, dtypes and settings of arguments, without the code of functions."""
+def _summary(args: PyTree) -> tuple[Hashable, Hashable]:
+    """What compiled programs of the same call have in common, shapes, dtypes, settings
+    and the primitives of functions; and the code of these functions, by identity."""
     has_code = lambda x: isinstance(x, EnteredOperator | FlatFunction)  # noqa: E731
     leaves, treedef = jax.tree.flatten(args, is_leaf=has_code)
+    codes = [leaf.code for leaf in leaves if has_code(leaf)]
 
     def summarise(leaf: Any) -> Hashable:
-        if isinstance(leaf, EnteredOperator):
-            return leaf.size, leaf.flat.dtype
-        if isinstance(leaf, FlatFunction):
-            return FlatFunction
+        if has_code(leaf):
+            return tuple(each.primitive.name for each in leaf.code.jaxpr.eqns)
         return (leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
-    return treedef, tuple(map(summarise, leaves))
+    return (treedef, tuple(map(summarise, leaves))), tuple(map(id, codes))
