@@ -125,12 +125,15 @@ class Moments(eqx.Module):
 
         ratio = _in_units(between.unit, unit)
         squares, *cubes = reduce_rows(powers, parts)
+        merged_cubes = None
+        if between.cubes is not None:
+            merged_cubes = cubes[0] + between.cubes * ratio**3
         return cls(
             count=between.count,
             center=between.center,
             unit=unit,
             squares=squares + between.squares * ratio**2,
-            cubes=cubes[0] + between.cubes * ratio**3 if skewed else None,
+            cubes=merged_cubes,
         )
 
     @classmethod
