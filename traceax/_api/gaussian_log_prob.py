@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
-from .._core.flat import freeze, from_flat, to_flat
+from .._core.flat import FlatOperator, freeze, from_flat, to_flat
 from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
@@ -21,7 +21,7 @@ from .._functions.preconditioned import check_preconditioner, Preconditioned, Pr
 from .._functions.slq import SLQEstimator
 from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import dot
-from .._operators.door import enter, EnteredOperator
+from .._operators.door import enter, Facts
 from .._operators.tags import is_complex
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.functions import Log
@@ -45,6 +45,7 @@ class _Call(eqx.Module):
     num_steps: int | AdaptiveSteps
     preconditioner: AbstractPreconditioning | None
     solver: lx.AbstractLinearSolver
+    structure: PyTree[jax.ShapeDtypeStruct]
 
     def task(self, preconditioner: AbstractPreconditioning | None) -> LogDet:
         """The log-determinant, with this preconditioner."""
@@ -61,12 +62,12 @@ class _Call(eqx.Module):
 
 def _log_prob(
     call: _Call,
-    entered: EnteredOperator,
+    opened: tuple[FlatOperator, Facts],
     k: int | Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
 ) -> Solution:
-    flat, facts = entered.open()
+    flat, _ = opened
     preconditioner, prepared = None, None
     if call.preconditioner is not None:
         prepared = Prepared.of(
@@ -76,7 +77,7 @@ def _log_prob(
         )
         preconditioner, k = prepared.preconditioner, prepared.call["k"]
     task = call.task(preconditioner)
-    determinant = solution_of(task, flat, facts, k, key, execution)
+    determinant = solution_of(task, opened, k, key, execution)
     state = determinant.state
     if prepared is not None:
         state = prepared.state(state)
@@ -119,7 +120,7 @@ def _log_prob(
         "samples": combine(known["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
-        "solve": from_flat(found, entered.structure),
+        "solve": from_flat(found, call.structure),
         "solve_steps": steps,
         "solve_residual": left / jnp.where(size > 0, size, 1),
     }
@@ -319,6 +320,7 @@ def gaussian_log_prob(
         num_steps=num_steps,
         preconditioner=preconditioner,
         solver=solver,
+        structure=entered.structure,
     )
     made, inner = _earlier(preconditioner, state)
     budget = budget_of(arguments.task(made), entered.size, k=k, key=key, state=inner)

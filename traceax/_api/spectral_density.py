@@ -171,14 +171,14 @@ def _mean_over_rules(
     return mean.reshape(t.shape), std_err.reshape(t.shape)
 
 
-def _measure(operator, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
+def _measure(opened, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
     def rule(flat, index):
         probe = draw_for(flat, sampler, key, index[None])[:, 0]
         run = lanczos(flat.mv, probe, num_steps, window=window, eps=flat.eps)
         nodes, vectors = ritz(run.alpha, run.beta)
         return jnp.stack([nodes, vectors[0] ** 2])
 
-    flat = operator.open()[0].frozen
+    flat = opened[0].frozen
     rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
     result = failure(~jnp.all(jnp.isfinite(rules)), RESULTS.nonfinite_product)
     return SpectralDensity(rules[:, 0], rules[:, 1], k * num_steps, result)

@@ -3,14 +3,16 @@ from __future__ import annotations
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from .._core.checks import check_instance
 from .._core.quantity import Trace
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
-from .._estimators.base import AbstractEstimator
+from .._estimators.base import AbstractEstimator, Measurement
 from .._operators.checks import operator_first
+from .._operators.door import enter
 from .._run.adaptive import Adaptive
 from .._run.execution import AbstractExecution, Local
-from .measure import measure
+from .._run.solve import solve
 
 
 @operator_first
@@ -88,7 +90,9 @@ def trace(
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
         met, or asks for less than rounding errors.
     """
-    quantity = lambda _: Trace()  # noqa: E731
-    settings = {"k": k, "key": key, "state": state}
-    settings |= {"execution": execution, "throw": throw}
-    return measure(quantity, operator, estimator, **settings)
+    entered = enter(operator, second=estimator)
+    check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
+    task = Measurement(estimator=estimator, quantity=Trace())
+    return solve(
+        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    )

@@ -100,8 +100,8 @@ def enter(
         if len(setup.in_avals) > len(arrays):
             # It closes over values that an outer transformation traces. `jax.jit` makes
             # hidden arguments of them, `jax.make_jaxpr` constants.
-            trace = ft.partial(_trace.__wrapped__, static)
-            setup, outputs = jax.make_jaxpr(trace, return_shape=True)(arrays)
+            trace = jax.make_jaxpr(ft.partial(_open, static), return_shape=True)
+            setup, outputs = trace(arrays)
     return EnteredOperator(
         arrays=[*setup.consts, *arrays],
         structure=operator.in_structure(),
@@ -111,8 +111,7 @@ def enter(
     )
 
 
-@ft.partial(jax.jit, static_argnums=0)
-def _trace(
+def _open(
     static: tuple[Any, tuple[Hashable, ...]], arrays: list[Array]
 ) -> tuple[FlatOperator, Facts]:
     treedef, others = static
@@ -120,6 +119,9 @@ def _trace(
     leaves = [next(remaining) if leaf is None else leaf for leaf in others]
     operator = jax.tree.unflatten(treedef, leaves)
     return flatten(operator), _facts(operator)
+
+
+_trace = jax.jit(_open, static_argnums=0)
 
 
 def _facts(operator: lx.AbstractLinearOperator) -> Facts:

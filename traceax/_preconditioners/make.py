@@ -166,17 +166,18 @@ def nystrom_preconditioner(
     """
     check_key(key)
     rank, shift = _checked_rank(operator, rank), _checked_shift(shift)
-    arguments = (enter(operator), rank, key, shift, execution)
+    structure = operator.in_structure()
+    arguments = (enter(operator), structure, rank, key, shift, execution)
     name = "nystrom_preconditioner"
     return call(_nystrom, *arguments, name=name, execution=execution, throw=throw)
 
 
-def _nystrom(operator, rank, key, shift, execution) -> Preconditioner:
-    flat = operator.open()[0].frozen
+def _nystrom(opened, structure, rank, key, shift, execution) -> Preconditioner:
+    flat = opened[0].frozen
     probes = draw_for(flat, NormalSampler(), key, FIRST_PROBE + jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
-        return assemble(flat, basis, matmat(basis), shift, operator.structure, rank)
+        return assemble(flat, basis, matmat(basis), shift, structure, rank)
 
 
 def pivoted_cholesky_preconditioner(
@@ -265,13 +266,14 @@ def pivoted_cholesky_preconditioner(
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."
         )
-    arguments = (enter(operator), rank, shift, diagonal)
+    structure = operator.in_structure()
+    arguments = (enter(operator), structure, rank, shift, diagonal)
     name = "pivoted_cholesky_preconditioner"
     return call(_pivoted_cholesky, *arguments, name=name, execution=Local(), throw=throw)
 
 
-def _pivoted_cholesky(operator, rank, shift, diagonal) -> Preconditioner:
-    flat, facts = operator.open()
+def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditioner:
+    flat, facts = opened
     flat, n = flat.frozen, flat.size
     if diagonal is None:
         diagonal = facts.diagonal
@@ -300,4 +302,4 @@ def _pivoted_cholesky(operator, rank, shift, diagonal) -> Preconditioner:
     state = (rest, empty, empty, empty)
     *_, basis, products = jax.lax.fori_loop(0, rank, step, state)
     with jax.default_matmul_precision("highest"):
-        return assemble(flat, basis, products, shift, operator.structure, rank)
+        return assemble(flat, basis, products, shift, structure, rank)

@@ -13,6 +13,7 @@ from .._core.checks import check_flag, check_instance, explain_index_overflow
 from .._core.jax_interfaces import Tracer
 from .._core.results import RESULTS
 from .._core.solution import Solution
+from .._operators.door import EnteredOperator
 from .execution import AbstractExecution
 from .programs import programs
 
@@ -39,7 +40,8 @@ def call(
     hint: Callable[[_AnswerT], str] = lambda _: "",
 ) -> _AnswerT:
     """Run `fn(*args)` as a compiled program, traced in the contexts that all our code
-    needs. `fn` must be the same object at each call, since programs are cached by it.
+    needs. `fn` must be the same object at each call, since programs are cached by it. For
+    an `EnteredOperator` it is given the pair that `open` returns.
 
     If the answer is a failure and `throw` is True, an error is raised. Outside of other
     programs its message includes `hint(answer)`."""
@@ -61,7 +63,7 @@ def _compiled(fn, args, name, execution) -> tuple[Any, Bool[Array, ""]]:
     # This line runs when a program is traced, and not when it is called.
     programs.traced += 1
     with jax.named_scope(name), standard_promotion(), execution.factorising():
-        answer = fn(*args)
+        answer = fn(*(x.open() if isinstance(x, EnteredOperator) else x for x in args))
     return answer, answer.result != RESULTS.successful
 
 

@@ -73,7 +73,9 @@ def _summary(args: PyTree) -> tuple[Hashable, Hashable]:
 
     def summarise(leaf: Any) -> Hashable:
         if has_code(leaf):
-            return tuple(each.primitive.name for each in leaf.code.jaxpr.eqns)
+            jaxpr = leaf.code.jaxpr
+            avals = tuple(x.aval for x in [*jaxpr.constvars, *jaxpr.invars])
+            return avals, tuple(each.primitive.name for each in jaxpr.eqns)
         return (leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
     return (treedef, tuple(map(summarise, leaves))), tuple(map(id, codes))

@@ -100,7 +100,7 @@ def solve(
     budget = budget_of(task, operator.size, k=k, key=key, state=state)
     with raising_for_callbacks(budget) as budget:
         return call(
-            _solve,
+            solution_of,
             task,
             operator,
             budget,
@@ -143,15 +143,9 @@ def budget_of(
     return budget
 
 
-def _solve(task, operator, k, key, execution) -> Solution:
-    flat, facts = operator.open()
-    return solution_of(task, flat, facts, k, key, execution)
-
-
 def solution_of(
     task: AbstractTask,
-    operator: FlatOperator,
-    facts: Facts,
+    opened: tuple[FlatOperator, Facts],
     k: int | Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
@@ -162,6 +156,7 @@ def solution_of(
     The exact answer also replaces an estimate that failed: an adaptive one, if n units
     were reserved for it, and any estimate of a small operator for which the chosen number
     of steps was too small."""
+    operator, facts = opened
     size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
 
     def solve_exactly():
