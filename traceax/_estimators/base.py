@@ -392,8 +392,8 @@ class AbstractStreamingEstimator(AbstractEstimator):
             # Error bars have no derivative.
             frozen_left, frozen_image = jax.lax.stop_gradient(sample)
             marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
-            size = quantity.size(frozen_left, frozen_image)
-            return quantity.read(left, image), (size, marks)
+            value = quantity.read(left, image)
+            return value, (quantity.size(frozen_left, frozen_image), marks)
         if not isinstance(quantity, Trace):
             raise refusal(self, quantity)
         return sample, (None, None)

@@ -73,8 +73,9 @@ def few_pairs(
     remainder, columns, rows = differences, no_rows, no_rows
     if count > 1:  # without rows a scan is an error under `jax.disable_jit`
         remainder, (columns, rows) = jax.lax.scan(eliminate, remainder, length=count - 1)
-    left = jnp.append(columns, diagonal(remainder)[None], axis=0)
-    right = jnp.append(rows, jnp.ones_like(weights)[None], axis=0)
+    missing, ones = diagonal(remainder), jnp.ones_like(weights)
+    left = jnp.append(columns, missing[None], axis=0)
+    right = jnp.append(rows, ones[None], axis=0)
     return left * weights, right * weights
 
 

@@ -78,7 +78,7 @@ def leave_one_out(
 def _from_dual(rows: Array, in_range: Array, largest: Array, eps: float) -> LeaveOneOut:
     """From the rows of `largest diag(1/s) Vh` that are `in_range`, and those of the null
     vectors; column i of both belongs to probe i."""
-    row_mask, squares = in_range[:, None], jnp.abs(rows) ** 2
+    squares, row_mask = jnp.abs(rows) ** 2, in_range[:, None]
     raw, null = jnp.where(row_mask, squares, 0), jnp.where(row_mask, 0, squares)
     sums = reduce_together((raw, null, in_range.astype(largest.dtype)))
     length, null_length = jnp.sqrt(sums[0]), jnp.sqrt(sums[1])
@@ -207,12 +207,9 @@ def leave_one_out_frame(
     c = jnp.ones_like(own.real)
     if improved:
         norms = jnp.sum(jnp.abs(probes) ** 2, axis=0)
-        c = resphering_factor(
-            n=n,
-            rank=loo.rank - loo.essential.astype(int),
-            norm_squared=norms,
-            captured=jnp.sum(jnp.abs(w) ** 2, axis=0) - jnp.abs(own) ** 2,
-        )
+        captured = jnp.sum(jnp.abs(w) ** 2, axis=0) - jnp.abs(own) ** 2
+        rank = loo.rank - loo.essential.astype(int)
+        c = resphering_factor(n=n, rank=rank, norm_squared=norms, captured=captured)
     # The mean of `P_i` is `Q (I - S S* / m) Q*`: the first terms need no loop over i.
     v = probes - q @ (w - directions * own)
     left = q - q @ (directions @ directions.conj().T) / number
