@@ -89,6 +89,15 @@ def test_imports_are_plain(module):
 
 
 @every_module
+def test_unstable_interfaces_of_jax_are_in_one_module(module):
+    for node in nodes(module, ast.Import, ast.ImportFrom):
+        text = ast.unparse(node)
+        for unstable in ("jax.extend", "jax.interpreters", "jax.core"):
+            is_home = module == "_core.jax_interfaces"
+            assert is_home or unstable not in text, f"line {node.lineno}: `{text}`"
+
+
+@every_module
 def test_sizes(module):
     assert len(FILES[module].read_text().splitlines()) <= 400
     for node in nodes(module, ast.FunctionDef, ast.AsyncFunctionDef):

@@ -37,6 +37,12 @@ class _HermitianTag:
 hermitian_tag = _HermitianTag()
 
 
+@lx.transpose_tags_rules.append
+def _keep_hermitian_tag(tags: frozenset[object]) -> object:
+    """The transpose of a Hermitian operator is its complex conjugate, Hermitian too."""
+    return hermitian_tag if hermitian_tag in tags else None
+
+
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the tags say that the operator is Hermitian."""
     # lineax has no tag for complex Hermitian operators, and so does not carry ours over
