@@ -1,5 +1,5 @@
-"""Traces, diagonals, log-determinants and spectra of linear operators that can only be
-applied to vectors.
+"""Estimates of traces, diagonals, log-determinants and spectra of linear operators, from
+matrix-vector products alone.
 
 ```python
 import jax, lineax as lx, traceax as tx

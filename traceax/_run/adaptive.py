@@ -56,11 +56,11 @@ class Adaptive(eqx.Module):
 
     Probes are added in rounds until, with the requested confidence, the error is below
     the tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
-    |\mathrm{value}|)$, where $q$ is the quantile of Student's t for the number of samples.
-    This test is for the sampling error. The reported `std_err` also includes an upper
-    estimate of the rounding error. If that estimate is above four tolerances, a call for
-    a single number fails, since no further sample would help; for a value with several
-    entries, look at `std_err`. The loop is compiled once, whatever the data; the
+    |\mathrm{value}|)$, where $q$ is the quantile of Student's t for the number of
+    samples. This test is for the sampling error. The reported `std_err` also includes an
+    upper estimate of the rounding error. If that estimate is above four tolerances, a
+    call for a single number fails, since no further sample would help; for a value with
+    several entries, look at `std_err`. The loop is compiled once, whatever the data; the
     tolerances may be traced.
 
     A test after every round stops a little early more often than late. The error bars
@@ -220,8 +220,8 @@ class Adaptive(eqx.Module):
     def reachable(
         self, value: Inexact[Array, ""], floor: Real[Array, ""]
     ) -> Bool[Array, ""]:
-        """Whether the tolerance can be met, where `floor` is an upper estimate of the part
-        of the standard error that no sample makes smaller."""
+        """Whether the tolerance can be met, where `floor` is an upper estimate of the
+        part of the standard error that no sample makes smaller."""
         return floor <= _FLOOR_ALLOWANCE * self.tolerance(value)
 
     def samples_saved(
