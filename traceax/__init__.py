@@ -1,5 +1,5 @@
-"""Estimates of traces, diagonals, log-determinants and spectra of linear operators, from
-matrix-vector products alone.
+"""Traces, diagonals, log-determinants and spectra of linear operators that can only be
+applied to vectors.
 
 ```python
 import jax, lineax as lx, traceax as tx

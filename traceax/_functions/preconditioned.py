@@ -200,8 +200,10 @@ class Preconditioned(AbstractFunctionEstimator):
         preconditioner = prepared.preconditioner
         log_det = preconditioner.logdet
         # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
-        factor, least = 1 / preconditioner.largest, preconditioner.least
-        estimate = self.estimator.rescaled(factor, least).run(
+        estimator = self.estimator.rescaled(
+            1 / preconditioner.largest, preconditioner.least
+        )
+        estimate = estimator.run(
             preconditioner.apply_to(operator),
             function,
             gradient,

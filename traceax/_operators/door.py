@@ -88,8 +88,8 @@ def enter(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> EnteredOperator:
     """Check an operator and trace it. `name` is the name of the argument in error
-    messages. `second` is the argument that follows it: a key there, for example, is a
-    common misuse with a message of its own."""
+    messages. `second` is the argument that follows it: if that is an operator, and the
+    first is none, the message says that they are swapped."""
     check_is_operator(operator, name=name, square=square, second=second)
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
@@ -133,7 +133,7 @@ def _facts(operator: lx.AbstractLinearOperator) -> Facts:
     cost, size = diagonal_cost(operator), operator.in_size()
     square = operator.in_structure() == operator.out_structure()
     diagonal = None
-    # A diagonal at the cost of n matvecs is no fact: estimators do not need it that much.
+    # A diagonal at the cost of n matvecs is no fact: it costs as much as an exact answer.
     if square and cost < size:
         diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
     return Facts(diagonal, structured_log_det(operator), cost)

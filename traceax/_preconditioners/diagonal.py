@@ -1,4 +1,4 @@
-"""Jacobi's preconditioner `P = diag(A)`, all powers of which are diagonal, too."""
+"""Diagonal preconditioners. Jacobi's is the diagonal of A."""
 
 import jax
 import jax.numpy as jnp

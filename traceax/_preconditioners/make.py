@@ -298,8 +298,8 @@ def pivoted_cholesky_preconditioner(
     shift = _checked_shift(shift)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
-            "`diagonal` is missing: that of an operator of type "
-            f"{type(operator).__name__} takes n matvecs. Pass it, or use "
+            "`diagonal` is missing. For an operator of type "
+            f"{type(operator).__name__} it takes n matvecs to compute. Pass it, or use "
             "`traceax.nystrom_preconditioner`, which needs no diagonal."
         )
     diagonal = None if diagonal is None else jnp.asarray(diagonal)
@@ -335,10 +335,10 @@ def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditione
         # A pivot at rounding level ends the factorisation: later columns are zero.
         is_usable = remaining[pivot] > flat.eps * jnp.max(start)
         unit = jnp.where(is_usable, jnp.zeros_like(basis[:, 0]).at[pivot].set(1), 0)
-        product = flat.mv(unit)
+        image = flat.mv(unit)
         explained = jnp.matmul(factor, factor[pivot].conj(), precision="highest")
         root = jnp.sqrt(jnp.where(is_usable, remaining[pivot], 1)).astype(flat.dtype)
-        column = jnp.where(is_usable, (product - explained) / root, 0)
+        column = jnp.where(is_usable, (image - explained) / root, 0)
         # Zero for the pivot itself: rounding must not choose it again.
         remaining = jnp.maximum(remaining - jnp.abs(column) ** 2, 0).at[pivot].set(0)
         set_column = lambda x, y: x.at[:, i].set(y)  # noqa: E731
@@ -346,7 +346,7 @@ def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditione
             remaining,
             set_column(factor, column),
             set_column(basis, unit),
-            set_column(products, product),
+            set_column(products, image),
         )
 
     empty = jnp.zeros((n, rank), flat.dtype)
