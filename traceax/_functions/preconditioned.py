@@ -91,6 +91,7 @@ class Prepared(eqx.Module):
         k, is_own = call["k"], not isinstance(preconditioning, AbstractPreconditioner)
         if not isinstance(k, Budget) or k.state is None:
             return cls(preconditioning.prepare(operator, **call), call, is_own)
+        # A pair made by `state`: the estimator resumes from its own part alone.
         preconditioner, loop = k.state
         call = call | {"k": dataclasses.replace(k, state=loop)}
         if not is_own:
@@ -213,6 +214,7 @@ class Preconditioned(AbstractFunctionEstimator):
             quantity=Shifted(quantity, offset=jax.lax.stop_gradient(log_det)),
         )
         value, samples, extra = estimate.value, estimate.samples, estimate.extra
+        # This changes the derivative of the value alone, and needs the probes for it.
         if estimate.probes is not None:
             probes = estimate.probes()
             value = preconditioner.control(operator, value, probes, execution)

@@ -298,8 +298,8 @@ def pivoted_cholesky_preconditioner(
     shift = _checked_shift(shift)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
-            "`diagonal` is missing. For an operator of type "
-            f"{type(operator).__name__} it takes n matvecs to compute. Pass it, or use "
+            "`diagonal` is missing, and lineax does not know it for an operator of type "
+            f"{type(operator).__name__}. Pass it, or use "
             "`traceax.nystrom_preconditioner`, which needs no diagonal."
         )
     diagonal = None if diagonal is None else jnp.asarray(diagonal)
