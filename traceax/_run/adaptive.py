@@ -29,8 +29,8 @@ from .._numerics.dense import two_norm
 # The smallest `min_samples`: with fewer samples the estimated variance is often far too
 # small, and a test would stop by chance.
 _FEWEST_SAMPLES = 4
-# How many times the tolerance the rounding error may be. Its estimate is an upper one,
-# several times the actual error, and must not fail calls that meet their tolerance.
+# How many times the tolerance the estimate of the rounding error may be. It is an upper
+# estimate, and must not fail calls whose actual error is below the tolerance.
 _FLOOR_ALLOWANCE = 4
 
 
@@ -167,7 +167,7 @@ class Adaptive(eqx.Module):
             )
         _check_integer("max_k", max_k, smallest=1)
         _check_integer("min_samples", min_samples, smallest=_FEWEST_SAMPLES)
-        # A round has two probes at least, unless the whole budget is smaller.
+        # A round has two units at least, unless the whole budget is smaller.
         _check_integer("round_size", round_size, smallest=min(2, int(max_k)))
         real_scalar("confidence", confidence)
         level = concrete_number(confidence)
