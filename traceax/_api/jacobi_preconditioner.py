@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -74,15 +75,19 @@ def jacobi_preconditioner(
     solution = diagonal(operator, estimator, **settings)
     return freeze(
         DiagonalPreconditioner(
-            entries=_positive_entries(solution.value, solution.std_err),
+            entries=_positive_entries(
+                solution.value, solution.std_err, operator.in_structure()
+            ),
             template=operator.in_structure(),
             num_matvecs=solution.stats["num_matvecs"],
         )
     )
 
 
-@jax.jit
-def _positive_entries(value: PyTree[Array], std_err: PyTree[Array]) -> Array:
+@eqx.filter_jit
+def _positive_entries(
+    value: PyTree[Array], std_err: PyTree[Array], structure: PyTree[jax.ShapeDtypeStruct]
+) -> Array:
     dtype = jnp.result_type(*jax.tree.leaves(std_err))
     entries, errors = (
         to_flat(jax.tree.map(jnp.abs, value), dtype),
@@ -90,7 +95,7 @@ def _positive_entries(value: PyTree[Array], std_err: PyTree[Array]) -> Array:
     )
     # The error of a single sample is not known.
     size = jnp.maximum(entries, jnp.where(jnp.isfinite(errors), errors, 0))
-    limits = jnp.finfo(dtype)
-    # Neither an entry nor its inverse overflows.
-    size = jnp.clip(size, limits.tiny, limits.max)
+    # Neither an entry nor its inverse overflows, in the dtype of the operator.
+    largest = min(float(jnp.finfo(leaf.dtype).max) for leaf in jax.tree.leaves(structure))
+    size = jnp.clip(size, 1 / largest, largest)
     return jnp.where((entries > 0) | (jnp.isfinite(errors) & (errors > 0)), size, 1)
