@@ -47,7 +47,7 @@ class AbstractQuantity(eqx.Module):
         estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
         quantity = lambda structure: SumOfEntries()
         solution = txi.measure(quantity, operator, estimator, k=50, key=key)
-        print(solution.value, "+-", solution.std_err)  # about 10,000
+        print(solution.value, "+-", solution.std_err)
         ```
 
     **Attributes:**
