@@ -103,7 +103,7 @@ def trace_of_function(
         missing; `gradient` does not fit the function, or `estimator` the operator.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding errors are a large part of the reported error;
-        as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
+        the steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too
         large for the exact answer; a product was not finite; a tolerance was not reached.
     """
     entered = enter(operator, second=function)
