@@ -30,7 +30,7 @@ from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import dot
 from .._operators.door import enter, Facts
 from .._operators.tags import is_complex
-from .._preconditioners.base import AbstractPreconditioning
+from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._quadrature.functions import Log
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
@@ -68,7 +68,7 @@ class _Call(eqx.Module):
 
 
 def _log_prob(
-    arguments: _Call,
+    inputs: _Call,
     opened: tuple[FlatOperator, Facts],
     k: int | Budget,
     key: PRNGKeyArray | None,
@@ -76,49 +76,33 @@ def _log_prob(
 ) -> Solution:
     flat, _ = opened
     preconditioner, prepared = None, None
-    if arguments.preconditioner is not None:
+    if inputs.preconditioner is not None:
         prepared = Prepared.of(
-            arguments.preconditioner,
-            operator=flat.frozen,
-            call={
-                "k": k,
-                "num_steps": arguments.num_steps,
-                "key": key,
-                "execution": execution,
-            },
+            inputs.preconditioner,
+            flat.frozen,
+            {"k": k, "num_steps": inputs.num_steps, "key": key, "execution": execution},
         )
         preconditioner, k = prepared.preconditioner, prepared.call["k"]
     determinant = solution_of(
-        arguments.task(preconditioner), opened, k=k, key=key, execution=execution
+        inputs.task(preconditioner), opened, k=k, key=key, execution=execution
     )
     state, logdet_stats = determinant.state, determinant.stats
     if prepared is not None:
         state = prepared.state(state)
-    residual, initial = jax.tree.map(jnp.asarray, (arguments.residual, arguments.initial))
+    residual, initial = jax.tree.map(jnp.asarray, (inputs.residual, inputs.initial))
     right = to_flat(residual, flat.dtype)
     frozen = jax.lax.stop_gradient(right)
     start = jnp.zeros_like(frozen)
     if initial is not None:
         start = jax.lax.stop_gradient(to_flat(initial, flat.dtype))
-    if "ritz_values" in logdet_stats:
-        smallest = logdet_stats["ritz_values"][0]
-    else:
-        # The geometric mean of the eigenvalues, which is known without a Lanczos run.
-        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
     preconditioner = freeze(preconditioner)
-    if preconditioner is not None:
-        # An exact log-determinant comes with eigenvalues of A itself, and not of the
-        # preconditioned operator.
-        exact = determinant.std_err == 0
-        unit = jnp.where(exact, preconditioner.largest, 1)
-        smallest = smallest / unit.astype(smallest.dtype)
     solution, solve_result, solver_stats = solve_scaled(
         flat.frozen,
         residual=frozen,
         initial=start,
         preconditioner=preconditioner,
-        smallest=smallest,
-        solver=arguments.solver,
+        smallest=_smallest_eigenvalue(determinant, preconditioner, size=flat.size),
+        solver=inputs.solver,
     )
     # Its error is of second order in the error of the solve: with rho = r - A x,
     # 2 x* r - x* A x = r* A^-1 r - rho* A^-1 rho.
@@ -128,14 +112,10 @@ def _log_prob(
         constant = flat.size * math.log(2 * math.pi)
         return -(quadratic + log_det + constant) / 2
 
-    # In exact arithmetic the residual of conjugate gradients is orthogonal to the
-    # solution, so x* rho measures rounding errors. It may be small by chance. The root of
-    # the sum of the squared terms is its root mean square over random signs of the terms.
-    rounding = flat.rounding * dot(jnp.abs(solution), jnp.abs(frozen))
-    overlap = jnp.maximum(
-        jnp.abs(dot(solution, solve_residual)), two_norm(solution * solve_residual)
+    rounding = jnp.hypot(
+        flat.rounding * dot(jnp.abs(solution), jnp.abs(frozen)),
+        _overlap(solution, solve_residual),
     )
-    rounding = jnp.hypot(rounding, overlap)
     size, residual_size = two_norm(frozen), two_norm(solve_residual)
     steps = jnp.asarray(solver_stats.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
@@ -145,7 +125,7 @@ def _log_prob(
         "samples": log_density(logdet_stats["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
-        "solve": from_flat(solution, arguments.structure),
+        "solve": from_flat(solution, inputs.structure),
         "solve_steps": steps,
         "solve_residual": residual_size / jnp.where(size > 0, size, 1),
     }
@@ -172,6 +152,31 @@ def _log_prob(
     )
     std_err, stats = freeze((std_err, stats))
     return Solution(value=value, std_err=std_err, result=result, stats=stats, state=state)
+
+
+def _smallest_eigenvalue(
+    determinant: Solution, preconditioner: AbstractPreconditioner | None, size: int
+) -> Real[Array, ""]:
+    """An estimate for the (preconditioned) operator, from its log-determinant."""
+    if "ritz_values" in determinant.stats:
+        smallest = determinant.stats["ritz_values"][0]
+    else:
+        # The geometric mean of the eigenvalues.
+        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / size)
+    if preconditioner is not None:
+        # An exact log-determinant comes with eigenvalues of A itself.
+        exact = determinant.std_err == 0
+        unit = jnp.where(exact, preconditioner.largest, 1)
+        smallest = smallest / unit.astype(smallest.dtype)
+    return smallest
+
+
+def _overlap(x: Real[Array, " n"], residual: Real[Array, " n"]) -> Real[Array, ""]:
+    """The size of x* rho. In exact arithmetic the residual rho of conjugate gradients is
+    orthogonal to x, so this measures rounding errors."""
+    # It may be small by chance. The norm of the terms is its root mean square over random
+    # signs of them.
+    return jnp.maximum(jnp.abs(dot(x, residual)), two_norm(x * residual))
 
 
 def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:

@@ -76,6 +76,10 @@ class _LogTraceExp(AbstractTask):
     def fallback(self) -> str:
         return self.name
 
+    def _scale_of(self, operator: FlatOperator) -> Real[Array, ""]:
+        """The scale in the real dtype of the operator, so that nothing is promoted."""
+        return self.scale.astype(jnp.finfo(operator.dtype).dtype)
+
     def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
@@ -116,24 +120,14 @@ class _LogTraceExp(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = operator
-        # In the real dtype of the operator, so that nothing is promoted.
-        scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
-        krylov = self.krylov
+        flat, krylov, scale = operator, self.krylov, self._scale_of(operator)
 
         def draw(flat, index):
             return draw_for(flat, self.sampler, key, index[None])
 
         def choose(adaptive):
-            return _choose_steps(
-                adaptive,
-                flat=flat,
-                krylov=krylov,
-                probe=draw(flat, jnp.zeros((), int))[:, 0],
-                k=k,
-                execution=execution,
-                scale=scale,
-            )
+            probe = draw(flat, jnp.zeros((), int))[:, 0]
+            return self._choose_steps(adaptive, flat, probe, k, execution)
 
         steps, k = Steps.resumed(self.num_steps, choose, k)
 
@@ -146,18 +140,10 @@ class _LogTraceExp(AbstractTask):
             value = attach(flat, form.value, frame, execution=Local())
             return value, (form.error, form.extremes, form.residual)
 
-        def reduce(outs, valid):
-            samples, (_, extremes, _) = outs
-            return LogMoments.of(samples, valid), spectral_range(extremes)
-
-        def merge(parts):
-            moments, extremes = parts
-            return LogMoments.merge(moments), spectral_range(extremes, moments.count)
-
         streamed = stream(
             sample,
-            reduce=reduce,
-            merge=merge,
+            reduce=_reduce,
+            merge=_merge,
             operator=flat,
             k=k,
             execution=execution,
@@ -168,16 +154,11 @@ class _LogTraceExp(AbstractTask):
         value = jax.lax.stop_gradient(moments.mean)
 
         def differentiable_value():
-            # The mean m and the mean square of x_i = exp(sample_i - value), where `value`
-            # is constant and m = 1. The derivative of log m is that of `value`, up to the
-            # correction for the bias of a logarithm.
             if isinstance(k, Budget):
-                shape = k.num_rounds, k.round_size
-                indices = jnp.arange(len(samples)).reshape(shape)
                 total = sum_over_rounds(
                     lambda flat, i: first_two_moments(sample(flat, i)[0] - value),
                     operator=flat,
-                    xs=indices,
+                    xs=jnp.arange(len(samples)).reshape(k.num_rounds, k.round_size),
                     rounds=streamed.loop.rounds,
                     like=jnp.stack([value, value]),
                     execution=execution,
@@ -185,25 +166,22 @@ class _LogTraceExp(AbstractTask):
                 )
             else:
                 total = jnp.sum(jax.vmap(first_two_moments)(samples - value), axis=0)
+            # The first two moments of exp(x_i - value), with the constant `value`.
             first, second = total / streamed.count
             return value + unbiased_log(first, second, streamed.count)
 
-        # The derivative of the mean's logarithm in each sample's logarithm is its share
-        # of the sum, by which errors of samples add up to the error of the value.
         errors, _, residuals = streamed.others
-        shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
-        error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
+        error = _sum_of_shares(errors, samples, value) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         size = log_magnitude(scale, extremes)
-
-        target = jnp.hypot(std_err, flat.rounding * size)
+        rounding = flat.rounding * size
+        target = jnp.hypot(std_err, rounding)
         if isinstance(k, Budget):
             target = k.rule.tolerance(value)
-        # More steps do not reduce rounding errors. `error` spans a bracket that is twice
-        # as wide as the error estimate.
-        beyond_rounding = error / 2 - flat.rounding * size
-        step_stats, too_few_steps = steps.report(excess(beyond_rounding, target) > 1)
+        # Half the width of the bracket, without rounding, which steps do not reduce.
+        missed = excess(error / 2 - rounding, target) > 1
+        step_stats, too_few_steps = steps.report(missed)
         return Estimate(
             value=attach_derivative(value, differentiable_value),
             std_err=std_err,
@@ -223,39 +201,56 @@ class _LogTraceExp(AbstractTask):
             bounds=bounds,
         )
 
+    def _choose_steps(
+        self,
+        adaptive: AdaptiveSteps,
+        flat: FlatOperator,
+        probe: Inexact[Array, " n"],
+        k: int | Budget,
+        execution: AbstractExecution,
+    ) -> Int[Array, ""]:
+        """The number of steps that make the quadrature error a small share of the target:
+        the tolerance, or the standard error of k probes."""
+        scale = jax.lax.stop_gradient(self._scale_of(flat))
 
-def _choose_steps(
-    adaptive: AdaptiveSteps,
-    flat: FlatOperator,
-    krylov: Lanczos,
-    probe: Inexact[Array, " n"],
-    k: int | Budget,
-    execution: AbstractExecution,
-    scale: Real[Array, ""],
-) -> Int[Array, ""]:
-    """The number of steps that make the quadrature error a small share of the target: the
-    tolerance, or the standard error of k probes."""
-    constant = jax.lax.stop_gradient(scale)
+        def excess_after(flat, state, steps):
+            form = LogExponentialForm.read(state, steps=steps, scale=scale)
+            if isinstance(k, Budget):
+                target = k.rule.tolerance(form.value)
+            else:
+                target = standard_error(form.deviation, k)
+            size = log_magnitude(scale, form.extremes)
+            return excess(form.error / 2 - flat.rounding * size, target)
 
-    def excess_after(flat, state, steps):
-        form = LogExponentialForm.read(state, steps=steps, scale=constant)
-        if isinstance(k, Budget):
-            target = k.rule.tolerance(form.value)
-        else:
-            target = standard_error(form.deviation, k)
-        size = log_magnitude(constant, form.extremes)
-        return excess(form.error / 2 - flat.rounding * size, target)
+        return choose_steps(
+            adaptive,
+            krylov=self.krylov,
+            operator=flat,
+            probe=probe,
+            # Not after one step, from which the error cannot be estimated.
+            first=4,
+            excess_after=excess_after,
+            execution=execution,
+        )
 
-    return choose_steps(
-        adaptive,
-        krylov=krylov,
-        operator=flat,
-        probe=probe,
-        # Not after one step, from which the error cannot be estimated.
-        first=4,
-        excess_after=excess_after,
-        execution=execution,
-    )
+
+def _reduce(outs, valid) -> tuple:
+    """The moments of the samples of one device, and the range of their Ritz values."""
+    samples, (_, extremes, _) = outs
+    return LogMoments.of(samples, valid), spectral_range(extremes)
+
+
+def _merge(parts) -> tuple:
+    """The results of `_reduce` for several devices, as one."""
+    moments, extremes = parts
+    return LogMoments.merge(moments), spectral_range(extremes, moments.count)
+
+
+def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
+    """k times the error of the value: the sum of the errors of samples, each times the
+    derivative of the value in that sample."""
+    shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
+    return jnp.sum(shares * jnp.where(shares > 0, errors, 0))
 
 
 def log_trace_exp(
