@@ -129,7 +129,7 @@ def diagonal_of_function(
         `num_steps` is too small; `key` is missing; `preconditioner` does not fit;
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
-        domain of the function; rounding may change the second digit; a product was not
+        domain of the function; rounding may change the second digit; a matvec was not
         finite; a tolerance was not reached; or after the steps that
         [`traceax.AdaptiveSteps`][] allows, the error is larger than the tolerance, or
         than the standard error of `k` random signs.

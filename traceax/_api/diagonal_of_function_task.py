@@ -155,6 +155,8 @@ class DiagonalOfFunction(AbstractTask):
         errors."""
         flat, function = product.action.operator, product.action.function
         adaptive = isinstance(self.num_steps, AdaptiveSteps)
+        # Errors have no derivatives. The run is one that `product` makes for the
+        # estimate, with its buffers and steps.
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
         advanced = constant.action.advanced(constant.outside(frozen))
         report = constant.look(advanced, _HIDDEN[adaptive])
@@ -183,6 +185,7 @@ class DiagonalOfFunction(AbstractTask):
         error = jnp.maximum(error, typical)
         reach = error + report.beyond[:, None]
         low, high = value.real - reach[0], value.real + reach[1]
+        # The diagonal of a nonnegative function is nonnegative, whatever its error.
         if self.function.nonnegative:
             low = jnp.maximum(low, jnp.minimum(value.real, 0))
         ends = jnp.stack([low, high])
@@ -248,6 +251,7 @@ class DiagonalOfFunction(AbstractTask):
             krylov=Lanczos(),
             operator=flat,
             probe=product.outside(probe),
+            # Not after one step, from which the error cannot be estimated.
             first=4,
             excess_after=excess_after,
             execution=execution,
@@ -264,6 +268,8 @@ class DiagonalOfFunction(AbstractTask):
     ) -> Real[Array, ""]:
         """The truncation error divided by the target. A tolerance is relative to `value`,
         or without it to equal entries with the trace that the probe shows."""
+        # z* F z / n for the random signs z is an estimate of the mean of the diagonal.
+        # What is left of F z without it has the size of the sampling error of one probe.
         mean = jnp.vdot(probe, report.product, precision="highest") / probe.size
         if isinstance(k, Budget):
             if value is None:
@@ -273,6 +279,7 @@ class DiagonalOfFunction(AbstractTask):
             deviation = _root_mean_square(report.product - mean * probe) / k**0.5
             size = _root_mean_square(report.product)
             target = jnp.maximum(deviation, rounding * size)
+        # More steps do not reduce rounding errors, so these do not count.
         largest = jnp.max(report.truncated) - jnp.max(report.rounding)
         error = self._mean(k, report.truncated) - self._mean(k, report.rounding)
         # An entry may have ten times the error of the mean. Among n normal errors of one

@@ -9,8 +9,8 @@ for real Gaussian probes. In a steady state, where Var T_t = Var T_(t-1), the sm
 has 1 - gamma = (1 - sqrt(1 - rho^2)) / rho, with
 rho = 2 Re <A_t, A_(t-1)> / (||A_t||_F^2 + ||A_(t-1)||_F^2).
 
-In `_update` 1 - gamma is `keep`, rho is `ratio`, `before` and `after` are the products of
-the probes with A_(t-1) and A_t. Dharangutte and Musco, Dynamic Trace Estimation, 2021.
+In `_update` 1 - gamma is `keep`, rho is `ratio`, `before` and `after` are the matvecs of
+A_(t-1) and A_t with the probes. Dharangutte and Musco, Dynamic Trace Estimation, 2021.
 """
 
 import dataclasses
@@ -223,7 +223,7 @@ class DynamicTrace(eqx.Module):
             `lineax` operator.
         - `ValueError`: the operator for the new parameters is not square, or its
             structure differs from that of the operator for the last parameters.
-        - An `equinox` run-time error with `throw=True`: a product was not finite.
+        - An `equinox` run-time error with `throw=True`: a matvec was not finite.
         """
         if not isinstance(state, DynamicState):
             raise TypeError(

@@ -295,7 +295,7 @@ def gaussian_log_prob(
     - `TypeError`, `ValueError`: as [`traceax.logdet`][]; `operator` is complex or not
         tagged; `residual` or `initial` does not fit it; `solver` is not of lineax.
     - An `equinox` run-time error with `throw=True`: the solver did not converge; the
-        operator was seen not to be positive definite; a product was not finite; rounding
+        operator was seen not to be positive definite; a matvec was not finite; rounding
         errors are a large part of the reported error; a tolerance was not met.
 
     ??? cite

@@ -343,7 +343,7 @@ def log_trace_exp(
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is too small; `window` is negative or no integer; `key` is missing.
-    - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite; the budget,
         or the largest number of adaptive steps, is too small for the tolerance.
 
     ??? cite

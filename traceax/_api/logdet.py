@@ -51,6 +51,7 @@ class LogDet(AbstractFunctionTask):
         )
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
+        # The logarithm has the domain x > 0.
         return operator.negated if operator.sign < 0 else operator
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
@@ -197,7 +198,7 @@ def logdet(
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
         positive definite; it is singular, or too ill conditioned for its precision; the
         steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
-        for the exact answer; a product was not finite; a tolerance was not reached.
+        for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

@@ -34,11 +34,11 @@ class OperatorReport(eqx.Module):
 
     - `as_declared`: whether matvecs have the shapes and dtypes of `out_structure()`.
     - `finite`: whether they are finite.
-    - `deterministic`: whether the same vector gives the same product again.
+    - `deterministic`: whether the same vector gives the same result again.
     - `vectorised`: whether matvecs are the same under `jax.vmap`.
     - `linear`: whether the operator is linear.
     - `hermitian`: whether it is symmetric or, if complex, Hermitian.
-    - `adjoint`: whether JAX can make products with the adjoint.
+    - `adjoint`: whether JAX can make matvecs with the adjoint.
     - `ritz_values`: the smallest and the largest Ritz value, if it is Hermitian.
     - `semidefinite`: whether these have one sign, up to rounding.
     - `tag`: the strongest tag that fits the observations.

@@ -152,7 +152,7 @@ def schatten_norm(
         integer, or `p` not a Python number.
     - `ValueError`: `p` is not positive and finite; `k` or `num_steps` is too small; `key`
         is missing; `estimator` is not an `SLQEstimator`.
-    - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
+    - An `equinox` run-time error with `throw=True`: a matvec, or a power of a singular
         value, was not finite; rounding errors are a large part of the reported error; a
         tolerance was not met.
 

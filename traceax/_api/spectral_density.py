@@ -172,6 +172,8 @@ def _step(distance: Array) -> Array:
 def _mean_over_rules(
     density: SpectralDensity, kernel: Callable[[Array], Array], t: Real[Array, "*p"]
 ) -> tuple[Real[Array, "*p"], Real[Array, "*p"]]:
+    # Samples are means of one rule each: rules of different probes are independent, while
+    # the nodes of one rule are not.
     def moments_at(t):
         values = jnp.sum(density.weights * kernel(t - density.nodes), axis=1)
         moments = Moments.of(values)
@@ -276,7 +278,7 @@ def spectral_density(
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is below 1; `window` is negative; `key` is missing; the sampler's
         dtype does not fit.
-    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite.
 
     ??? cite
 

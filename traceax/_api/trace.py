@@ -88,7 +88,7 @@ def trace(
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
         the sampler's dtype does not fit.
-    - An `equinox` run-time error with `throw=True`: a product was not finite, a
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
         met, or the tolerance is smaller than rounding errors.
     """

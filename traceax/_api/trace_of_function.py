@@ -104,7 +104,7 @@ def trace_of_function(
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding errors are a large part of the reported error;
         the steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too
-        large for the exact answer; a product was not finite; a tolerance was not reached.
+        large for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
     entered = enter(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
