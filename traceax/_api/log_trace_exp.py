@@ -88,6 +88,8 @@ class _LogTraceExp(AbstractTask):
     ) -> Estimate:
         eye = jnp.eye(operator.size, dtype=operator.dtype)
         matrix = execution.matmat(operator.frozen, eye)
+        # The mean of both triangles, of which `eigh` reads one: so their rounding errors,
+        # or those of an inexact operator, count alike.
         nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
         scale = self.scale.astype(nodes.dtype)
         value = logsumexp(scale * nodes)
@@ -97,6 +99,7 @@ class _LogTraceExp(AbstractTask):
         value = attach(operator, value, FirstOrderFrame(left, eye), execution=execution)
         zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
         size = log_magnitude(scale, extremes) + jnp.abs(value)
+        # Eigenvalues have errors of epsilon times the largest one.
         change = float(jnp.finfo(nodes.dtype).eps) * size
         return Estimate(
             value=value,
@@ -211,6 +214,8 @@ class _LogTraceExp(AbstractTask):
     ) -> Int[Array, ""]:
         """The number of steps that make the quadrature error a small share of the target:
         the tolerance, or the standard error of k probes."""
+        # The number of steps is an integer, and the loop that chooses it has no reverse
+        # mode.
         scale = jax.lax.stop_gradient(self._scale_of(flat))
 
         def excess_after(flat, state, steps):
@@ -249,6 +254,7 @@ def _merge(parts) -> tuple:
 def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
     """k times the error of the value: the sum of the errors of samples, each times the
     derivative of the value in that sample."""
+    # A sample of -inf has no share, and no error that is a number.
     shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
     return jnp.sum(shares * jnp.where(shares > 0, errors, 0))
 
