@@ -1,6 +1,5 @@
-"""The parts that estimators, quantities, gradients and preconditioners of your own need.
-
-They may change between minor releases.
+"""The building blocks for estimators, quantities, gradients and preconditioners of your
+own. They may change between minor releases.
 """
 
 from ._api.measure import measure

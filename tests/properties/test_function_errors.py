@@ -465,7 +465,7 @@ SECOND = {
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivative_of_the_default_gradient(name, k):
     parts = ["second derivatives", "`gradient=traceax.SolveGradient(lineax.CG("]
-    parts += ["For other functions", "differences of first ones"]
+    parts += ["For other functions", "differences of first derivatives"]
 
     def slope(x):
         return jax.grad(lambda x: SECOND[name](x * MATRIX, k).value)(x)
@@ -734,7 +734,7 @@ SYMMETRIC = matrix_free(MATRIX, lx.symmetric_tag)
         (
             lambda: trace_of(tx.Exp(1j), TAGGED),
             TypeError,
-            ["`scale` is complex", "operator of complex dtype", "leave out its tag"],
+            ["`scale` is complex", "operator of complex dtype", "remove its tag"],
         ),
         (
             lambda: trace_of(tx.Inverse(1 + 1j), UNTAGGED),

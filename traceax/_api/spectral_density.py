@@ -31,7 +31,7 @@ from .._krylov.lanczos_recurrence import lanczos
 from .._operators.checks import check_hermitian
 from .._operators.door import enter
 from .._quadrature.tridiagonal import ritz
-from .._run.budget import Budget
+from .._run.adaptive import Adaptive
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 
@@ -307,7 +307,7 @@ def spectral_density(
     entered = enter(operator)
     check_hermitian(operator)
     check_key(key)
-    if isinstance(k, Budget):
+    if isinstance(k, Adaptive):
         raise ValueError(
             "`spectral_density` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
             "Pass the number of probes, an integer."

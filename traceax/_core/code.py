@@ -30,8 +30,8 @@ from .jax_interfaces import (
 
 class Code:
     """A jaxpr that is compared by its content. All jaxprs with the same content share one
-    object, as long as any program uses it. So it can be compared and hashed by identity,
-    which takes no time where JAX looks up compiled programs."""
+    object as long as any program uses it, so objects can be compared and hashed by
+    identity. JAX does so in each call, to look up the compiled program."""
 
     def __init__(self, jaxpr: Jaxpr, content: Hashable):
         self.jaxpr = jaxpr
@@ -53,8 +53,9 @@ class Code:
         return str(self.jaxpr)
 
 
-# Weak references: code that no program uses any more is freed. The second dictionary
-# saves computing the content again for a jaxpr that JAX returns from its cache of traces.
+# The references are weak, so that code that no program uses any more is freed. The second
+# dictionary avoids computing the content of a jaxpr again that JAX returns from its cache
+# of traces.
 _by_content: weakref.WeakValueDictionary[Hashable, Code] = weakref.WeakValueDictionary()
 _by_jaxpr: weakref.WeakKeyDictionary[Jaxpr, Code] = weakref.WeakKeyDictionary()
 
@@ -83,18 +84,19 @@ def hashable(x: Any) -> Hashable:
 
 
 def _content(jaxpr: Jaxpr) -> Hashable:
-    """The content of a jaxpr, with its variables numbered in the order of their first
-    occurrence, so that their identities do not matter."""
+    """The content of a jaxpr: its inputs, equations and outputs. Variables are numbered
+    in the order of their first occurrence, so that their identities do not matter."""
     numbers: dict[Any, int] = {}
 
     def atom(x: Any) -> Hashable:
         if isinstance(x, Literal):
-            # By bytes: -0.0 equals 0.0, and NaN does not equal itself.
+            # Bytes, because -0.0 equals 0.0, and NaN does not equal itself.
             return x.aval, np.asarray(x.val).tobytes()
         return x.aval, numbers.setdefault(x, len(numbers))
 
     def parameter(x: Any) -> Hashable:
         if isinstance(x, ClosedJaxpr):
+            # Constants are a part of the program here, and arrays have no hash.
             return _content(x.jaxpr), tuple(map(_Itself, x.consts))
         if isinstance(x, Jaxpr):
             return _content(x)
@@ -102,26 +104,29 @@ def _content(jaxpr: Jaxpr) -> Hashable:
             return tuple(map(parameter, x))
         return hashable(x)
 
-    def equation(each: JaxprEqn) -> Hashable:
-        parameters, rule = each.params, None
-        if has_derivative_rule(each):
-            # Each tracing wraps the rules in new objects, which tell nothing. They are
-            # identified by the function that owns them, where that is certain.
-            owner = owner_of_rule(each)
-            rule = _Itself(each) if owner is None else tuple(map(_Itself, owner))
-            parameters = {"call_jaxpr": each.params["call_jaxpr"]}
+    def equation(eqn: JaxprEqn) -> Hashable:
+        parameters, rule = eqn.params, None
+        if has_derivative_rule(eqn):
+            # Each tracing wraps the rules in new objects, which cannot be compared. They
+            # are identified by the function that owns them, if that is certain.
+            owner = owner_of_rule(eqn)
+            rule = _Itself(eqn) if owner is None else tuple(map(_Itself, owner))
+            parameters = {"call_jaxpr": eqn.params["call_jaxpr"]}
         content = frozenset((name, parameter(x)) for name, x in parameters.items())
-        atoms = tuple(map(atom, [*each.invars, *each.outvars]))
-        return each.primitive, content, atoms, rule, each.ctx
+        atoms = tuple(map(atom, [*eqn.invars, *eqn.outvars]))
+        # The context has the mesh and the modes for which the equation was traced.
+        return eqn.primitive, content, atoms, rule, eqn.ctx
 
+    # In this order: `atom` numbers the variables as it meets them.
     inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
     body = tuple(map(equation, jaxpr.eqns))
     return inputs, body, tuple(map(atom, jaxpr.outvars))
 
 
 class FlatFunction(eqx.Module):
-    """A traced function of one array. Arrays that it closes over are leaves, so that
-    derivatives with respect to them are seen, and batches and devices can split them."""
+    """A traced function of one array. The arrays that it closes over are leaves, so that
+    it can be differentiated with respect to them, and batches and devices can split
+    them."""
 
     arrays: list[Array]
     code: Code = eqx.field(static=True)
@@ -135,10 +140,12 @@ class FlatFunction(eqx.Module):
 
     @classmethod
     def of_closed(cls, closed: ClosedJaxpr) -> "FlatFunction":
+        """Take over a function that is already traced."""
         return cls([jnp.asarray(x) for x in closed.consts], Code.of(closed.jaxpr))
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
+        """The code together with the arrays."""
         return ClosedJaxpr(self.code.jaxpr, self.arrays)
 
     def __call__(self, x: Array) -> Array:

@@ -2,7 +2,7 @@
 module: the types of traced code, registries of primitives, backends, the generator of
 random bits, and the debug information of an equation.
 
-"JAX versions" in the developer documentation says what each of them is needed for.
+"JAX versions" in the developer documentation says why we need them.
 """
 
 import inspect
@@ -27,49 +27,57 @@ from jax.extend.random import (
 from jax.interpreters import batching as batching, mlir as mlir
 
 
+# The largest number of objects that are searched for a rule, which lies at the end of a
+# chain of closures, 16 deep in the JAX versions of today. The bound keeps a search short
+# in a version that stores the rule elsewhere; the rule then counts as unknown.
+_MAX_SEARCHED = 200
+
+
 def mesh_of(equation: JaxprEqn) -> jax.sharding.AbstractMesh:
-    """The mesh that was set where an equation was traced, possibly an empty one."""
+    """The mesh that was set when an equation was traced, possibly an empty one."""
     return equation.ctx.cur_abstract_mesh
 
 
 def has_derivative_rule(equation: JaxprEqn) -> bool:
     """Whether an equation calls a function with its own derivative rule. Such a rule is a
-    Python function, and not part of the traced code."""
+    Python function, which the traced code does not contain."""
     return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 
 
 def owner_of_rule(equation: JaxprEqn) -> tuple[Any, ...] | None:
     """The function with a derivative rule that an equation calls, such as `jax.nn.relu`,
-    and its rules. None unless a module defines that function: another function could
-    then have the same code and other rules."""
+    and its rules. None if no module defines that function, since another function could
+    then have the same code but other rules."""
     source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info
     owner = _function_at(source or "")
-    # Arguments in `nondiff_argnums` are a part of the rule that the traced code may lack.
+    # The rule depends on arguments in `nondiff_argnums`, which the traced code may lack.
     if owner is None or getattr(owner, "nondiff_argnums", ()):
         return None
     if isinstance(owner, jax.custom_jvp):
         rules = {"jvp_jaxpr_fun": owner.jvp}
     else:
         rules = {"fwd_jaxpr_thunk": owner.fwd, "bwd": owner.bwd}
-    # Another function may have been made of the same Python function, with other rules.
-    if not all(_calls(equation.params[name], rule) for name, rule in rules.items()):
+    # The same Python function may have been wrapped a second time, with other rules.
+    params = equation.params
+    if not all(_contains(params[name], rule) for name, rule in rules.items()):
         return None
     return owner, *rules.values()
 
 
-def _calls(wrapper: Any, rule: Any) -> bool:
-    """Whether JAX's `wrapper` holds this rule: it is at the end of a chain of closures,
-    16 deep in the versions of today."""
-    reached, queue = set(), [wrapper]
-    while queue and len(reached) < 200:
-        each = queue.pop(0)
-        if each is rule:
+def _contains(wrapper: Any, rule: Any) -> bool:
+    """Whether JAX's `wrapper` contains this rule: a breadth-first search through closures
+    and through the attributes in which JAX's wrappers store functions."""
+    visited, queue = set(), [wrapper]
+    while queue and len(visited) < _MAX_SEARCHED:
+        node = queue.pop(0)
+        if node is rule:
             return True
-        if id(each) not in reached:
-            reached.add(id(each))
-            cells = getattr(each, "__closure__", None) or ()
+        # By identity: the objects may have no hash, or compare as arrays.
+        if id(node) not in visited:
+            visited.add(id(node))
+            cells = getattr(node, "__closure__", None) or ()
             queue += [cell.cell_contents for cell in cells]
-            queue += [getattr(each, name, None) for name in ("f", "f_transformed")]
+            queue += [getattr(node, name, None) for name in ("f", "f_transformed")]
     return False
 
 
@@ -80,6 +88,7 @@ def _function_at(source: str) -> Any:
     source."""
     name, _, place = source.partition(" at ")
     file, _, line = place.rpartition(":")
+    # A copy, since another thread may import a module during the loop.
     for module in tuple(sys.modules.values()):
         if getattr(module, "__file__", None) != file:
             continue

@@ -12,6 +12,7 @@ from .._core.solution import Estimate
 from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
 from .._operators.tags import sign_of
+from .._run.adaptive import Adaptive
 from .._run.budget import Budget, first_budget
 from .._run.execution import AbstractExecution
 from .base import AbstractEstimator
@@ -62,7 +63,7 @@ def select_trace_estimator(
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
     check_is_operator(operator)
-    if isinstance(k, Budget):
+    if isinstance(k, Adaptive):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."
         )

@@ -240,7 +240,8 @@ class SolveGradient(AbstractFunctionGradient):
                 f"shift or `traceax.Power` of a negative whole number. Found "
                 f"`{type(function).__name__}`. Use `traceax.LanczosGradient()` for a "
                 "first derivative. Such a function has no second derivative in the "
-                "operator: take differences of first ones, with the same key."
+                "operator: take finite differences of first derivatives, with the same "
+                "key."
             )
         coefficient, num_solves = power
         hermitian = not function.of_singular_values

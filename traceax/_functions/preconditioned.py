@@ -1,3 +1,11 @@
+"""Log-determinants by way of a preconditioner P:
+
+    log det A = log det P + tr log(M),    M = P^(-1/2) A P^(-1/2).
+
+An estimator of functions estimates the trace for the operator M; everything that it
+returns about the value is then moved by the exact `log det P`, `log_det` in the code.
+"""
+
 import dataclasses
 from typing import Any
 
@@ -26,7 +34,8 @@ from .gradients import AbstractFunctionGradient
 
 
 def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) -> None:
-    """Raise where a preconditioner says nothing of the function."""
+    """Raise unless the function is the logarithm of a Hermitian operator: for no other
+    function does a preconditioner split the trace."""
     if not isinstance(function, Log | SingularLog):
         raise ValueError(
             "`preconditioner` is for `traceax.Log()`. Found the function "
@@ -42,12 +51,13 @@ def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) 
 
 
 def check_preconditioner(preconditioner: Any, size: int | None = None) -> None:
-    """Raise unless it is one, of this size if that is known, or makes one."""
+    """Raise unless this is a preconditioner, of this size where the size is given, or a
+    rule that makes one."""
     example = "nystrom_preconditioner(operator, rank, key=key)"
     if isinstance(preconditioner, lx.AbstractLinearOperator):
         raise TypeError(
             "`preconditioner` must be an instance of `traceax.AbstractPreconditioner`. "
-            "Found a `lineax` operator, of which the determinant is not known. Pass, for "
+            "Found a `lineax` operator, whose determinant is not known. Pass, for "
             f"example, `traceax.{example}`."
         )
     if not isinstance(preconditioner, AbstractPreconditioning):
@@ -57,13 +67,18 @@ def check_preconditioner(preconditioner: Any, size: int | None = None) -> None:
 
 
 class Prepared(eqx.Module):
-    """The preconditioner of a call, and the arguments of the call that takes it. A run
-    that goes on has that of the earlier one, if it was made there: samples are of the
-    preconditioned operator."""
+    """The preconditioner of a call, and the arguments for the estimator of the
+    preconditioned operator.
+
+    - `preconditioner`: P.
+    - `call`: the arguments `k`, `num_steps`, `key` and `execution`.
+    - `is_own`: whether this or the earlier run made P. Then a resumed run must take P
+        from its state: the earlier samples belong to that P, and to no other.
+    """
 
     preconditioner: AbstractPreconditioner
     call: dict[str, Any]
-    made: bool
+    is_own: bool
 
     @classmethod
     def of(
@@ -72,27 +87,29 @@ class Prepared(eqx.Module):
         operator: FlatOperator,
         call: dict[str, Any],
     ) -> "Prepared":
-        """`call` has the arguments of `prepare`."""
-        k, made = call["k"], not isinstance(preconditioning, AbstractPreconditioner)
+        """Prepare the preconditioner; `call` has the keyword arguments of `prepare`."""
+        k, is_own = call["k"], not isinstance(preconditioning, AbstractPreconditioner)
         if not isinstance(k, Budget) or k.state is None:
-            return cls(preconditioning.prepare(operator, **call), call, made)
-        earlier, loop = k.state
-        rest: dict[str, Any] = call | {"k": dataclasses.replace(k, state=loop)}
-        if not made:
-            earlier = preconditioning.prepare(operator, **rest)
-        return cls(earlier, rest, made)
+            return cls(preconditioning.prepare(operator, **call), call, is_own)
+        # A pair made by `state`: the estimator resumes from its own part alone.
+        preconditioner, loop = k.state
+        call = call | {"k": dataclasses.replace(k, state=loop)}
+        if not is_own:
+            preconditioner = preconditioning.prepare(operator, **call)
+        return cls(preconditioner, call, is_own)
 
     def state(self, inner: PyTree[Array] | None) -> PyTree[Array] | None:
-        """That of an adaptive run."""
-        return (
-            None if inner is None else (self.preconditioner if self.made else None, inner)
-        )
+        """The state from which a later call resumes: the preconditioner, if this run made
+        it, and the estimator's `inner` state. None unless the budget is adaptive."""
+        if inner is None:
+            return None
+        return self.preconditioner if self.is_own else None, inner
 
 
 class Preconditioned(AbstractFunctionEstimator):
-    """A log-determinant by way of a preconditioner P: $\\log\\det P$, which is known, and
-    an estimate of $\\mathrm{tr} \\log(P^{-1/2} A P^{-1/2})$. `traceax.logdet(...,
-    preconditioner=P)` makes one.
+    """A log-determinant by way of a preconditioner P: the exact $\\log\\det P$, plus an
+    estimate of $\\mathrm{tr} \\log(P^{-1/2} A P^{-1/2})$. `traceax.logdet(...,
+    preconditioner=P)` uses it.
 
     !!! Example
 
@@ -112,16 +129,16 @@ class Preconditioned(AbstractFunctionEstimator):
         print(solution.value, "+-", solution.std_err)
         ```
 
-    Cost: that of the estimator, for an operator one product of which costs one with A and
-    two with $P^{-1/2}$. The products that P was made from count in `"num_matvecs"`.
-    Memory: that of the estimator, and what P holds.
+    Cost: the matvecs of the estimator, and twice as many products with $P^{-1/2}$. The
+    matvecs that P was made from count in `"num_matvecs"`. Memory: the arrays of the
+    estimator and of P.
 
     **Attributes:**
 
-    - `estimator`: estimates the second part. Its `lower_bound` is a bound for A.
+    - `estimator`: estimates the second term. Its `lower_bound` is a bound for A.
     - `preconditioner`: P, of the size of the operator; for a negative semidefinite
         operator, a preconditioner of its negative. Or [`traceax.AutoPreconditioner`][],
-        which makes one.
+        which makes one for the call.
     """
 
     estimator: AbstractFunctionEstimator
@@ -139,7 +156,8 @@ class Preconditioned(AbstractFunctionEstimator):
 
         **Raises:**
 
-        `TypeError` for arguments of another kind.
+        `TypeError` if `estimator` is not an [`traceax.AbstractFunctionEstimator`][], or
+        `preconditioner` not an [`traceax.AbstractPreconditioning`][].
         """
         check_instance(
             "estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()"
@@ -180,27 +198,38 @@ class Preconditioned(AbstractFunctionEstimator):
         call: dict[str, Any] = {"k": k, "num_steps": num_steps}
         call |= {"key": key, "execution": execution}
         prepared = Prepared.of(self.preconditioner, operator, call)
-        outer = prepared.preconditioner
-        known = outer.logdet
+        preconditioner = prepared.preconditioner
+        log_det = preconditioner.logdet
         # From A >= bound I follows P^(-1/2) A P^(-1/2) >= (bound / max P) I.
-        estimate = self.estimator.rescaled(1 / outer.largest, outer.least).run(
-            outer.apply_to(operator),
+        estimator = self.estimator.rescaled(
+            1 / preconditioner.largest, preconditioner.least
+        )
+        estimate = estimator.run(
+            preconditioner.apply_to(operator),
             function,
             gradient,
             **prepared.call,
-            quantity=Shifted(quantity, jax.lax.stop_gradient(known)),
+            # A relative tolerance is for the whole log-determinant, not for the estimated
+            # term alone.
+            quantity=Shifted(quantity, offset=jax.lax.stop_gradient(log_det)),
         )
         value, samples, extra = estimate.value, estimate.samples, estimate.extra
+        # This changes the derivative of the value alone, and needs the probes for it.
         if estimate.probes is not None:
-            value = outer.control(operator, value, estimate.probes(), execution)
-        ends = "bracket", "sample_brackets"
-        shifted = {name: extra[name] + known for name in ends if name in extra}
-        estimate = estimate.map_bounds(lambda x: x.at[:, 0].add(known))
+            probes = estimate.probes()
+            value = preconditioner.control(operator, value, probes, execution)
+        brackets = {
+            name: extra[name] + log_det
+            for name in ("bracket", "sample_brackets")
+            if name in extra
+        }
+        # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.
+        estimate = estimate.map_bounds(lambda x: x.at[:, 0].add(log_det))
         return dataclasses.replace(
             estimate,
-            value=value + known,
-            samples=None if samples is None else samples + known,
-            num_matvecs=estimate.num_matvecs + outer.num_matvecs,
-            extra=extra | shifted,
+            value=value + log_det,
+            samples=None if samples is None else samples + log_det,
+            num_matvecs=estimate.num_matvecs + preconditioner.num_matvecs,
+            extra=extra | brackets,
             state=prepared.state(estimate.state),
         )

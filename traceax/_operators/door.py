@@ -1,9 +1,9 @@
 """The door: the one place where a lineax operator becomes a map of flat vectors.
 
 A public call enters its operator once. Tracing gives the *code* of the operator: the
-computations before any matvec, and the matvec. A compiled program depends on that code,
-and not on the Python objects that it was traced from. So an operator that is constructed
-anew in each pass of a loop is compiled once.
+setup, which is all computations before any matvec, and the matvec. A compiled program
+depends on that code, and not on the Python objects that it was traced from. So an
+operator that is constructed anew in each pass of a loop is compiled once.
 """
 
 import functools as ft
@@ -28,7 +28,7 @@ from .tags import dtypes, is_hermitian, sign_of
 
 
 class Facts(eqx.Module):
-    """Facts that lineax knows of an operator, most of them without a matvec.
+    """Facts that lineax knows about an operator, most of them without a matvec.
 
     - `diagonal`: the diagonal, shape `(n,)`, if it costs less than n matvecs; else None.
     - `determinant`: its sign and logarithm, where the structure gives them; else None.
@@ -43,27 +43,30 @@ class Facts(eqx.Module):
 class EnteredOperator(eqx.Module):
     """An operator that has come through the door. Compiled programs `open` it.
 
-    - `arrays`: the arrays that the code of the operator closes over, then those of the
-        operator itself.
-    - `structure`: of the vectors that it is applied to, a PyTree of
+    - `arrays`: the arrays that the code of the operator closes over, then the arrays of
+        the operator itself.
+    - `structure`: the structure of the vectors that it is applied to, a PyTree of
         `jax.ShapeDtypeStruct`.
     - `square`: whether images have the same structure.
+    - `_setup`: the code of the setup, which returns the leaves of the flat operator and
+        of its facts.
+    - `_treedef`: the PyTree structure of this pair.
     """
 
     arrays: list[Array]
     structure: PyTree[jax.ShapeDtypeStruct]
     square: bool = eqx.field(static=True)
     _setup: Code = eqx.field(static=True)
-    _form: Any = eqx.field(static=True)
+    _treedef: Any = eqx.field(static=True)
 
     @property
     def flat(self) -> FlatOperator:
         """The operator without its arrays: sizes, dtypes and tags."""
-        return self._unflatten([None] * self._form.num_leaves)[0]
+        return self._unflatten([None] * self._treedef.num_leaves)[0]
 
     @property
     def code(self) -> Code:
-        """Of a product."""
+        """The code of a matvec."""
         return self.flat.fn.code  # pyright: ignore[reportFunctionMemberAccess]
 
     @property
@@ -72,21 +75,21 @@ class EnteredOperator(eqx.Module):
         return self.flat.size
 
     def open(self) -> tuple[FlatOperator, Facts]:
-        """Run the computations before any matvec, and return the operator and its
-        facts."""
+        """Run the setup, and return the flat operator and its facts."""
         count = len(self._setup.jaxpr.constvars)
         closed = ClosedJaxpr(self._setup.jaxpr, self.arrays[:count])
         return self._unflatten(jaxpr_as_fun(closed)(*self.arrays[count:]))
 
     def _unflatten(self, leaves: list[Any]) -> tuple[FlatOperator, Facts]:
-        return jax.tree.unflatten(self._form, leaves)
+        return jax.tree.unflatten(self._treedef, leaves)
 
 
 def enter(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> EnteredOperator:
-    """Check an operator and trace it. `second` is the argument that follows it, for the
-    error message."""
+    """Check an operator and trace it. `name` is the name of the argument in error
+    messages. `second` is the argument that follows it: if that is an operator, and the
+    first is none, the message says that they are swapped."""
     check_is_operator(operator, name=name, square=square, second=second)
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
@@ -98,8 +101,9 @@ def enter(
         traced = _trace.trace(static, arrays)
         setup, outputs = traced.jaxpr, traced.out_info
         if len(setup.in_avals) > len(arrays):
-            # It closes over values that an outer transformation traces. `jax.jit` makes
-            # hidden arguments of them, `jax.make_jaxpr` constants.
+            # The operator closes over values that an outer transformation traces.
+            # `jax.jit` turns them into hidden arguments, which have no values here;
+            # `jax.make_jaxpr` turns them into constants, which have.
             trace = jax.make_jaxpr(ft.partial(_open, static), return_shape=True)
             setup, outputs = trace(arrays)
     return EnteredOperator(
@@ -107,7 +111,7 @@ def enter(
         structure=operator.in_structure(),
         square=operator.in_structure() == operator.out_structure(),
         _setup=Code.of(setup.jaxpr),
-        _form=jax.tree.structure(outputs),
+        _treedef=jax.tree.structure(outputs),
     )
 
 
@@ -121,6 +125,7 @@ def _open(
     return flatten(operator), _facts(operator)
 
 
+# It is never compiled, only traced: a `jax.jit` function caches its traces.
 _trace = jax.jit(_open, static_argnums=0)
 
 
@@ -128,6 +133,7 @@ def _facts(operator: lx.AbstractLinearOperator) -> Facts:
     cost, size = diagonal_cost(operator), operator.in_size()
     square = operator.in_structure() == operator.out_structure()
     diagonal = None
+    # A diagonal at the cost of n matvecs is no fact: it costs as much as an exact answer.
     if square and cost < size:
         diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
     return Facts(diagonal, structured_log_det(operator), cost)
@@ -137,8 +143,8 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
     """Convert an operator to a map of flat vectors: the leaves of PyTrees are joined one
     after another.
 
-    This takes no matvec. Computations that do not depend on the vector are made once, by
-    `lineax.linearise`, and their results kept as long as the returned operator.
+    This takes no matvec. `lineax.linearise` makes the computations that do not depend on
+    the vector once, and the returned operator holds their results.
 
     **Arguments:**
 
@@ -146,8 +152,8 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
 
     **Returns:**
 
-    A [`traceax.internal.FlatOperator`][] of the size and dtype of the operator, at least
-    float32.
+    A [`traceax.internal.FlatOperator`][] of the size of the operator, and of its dtype or
+    float32, whichever is more precise.
 
     **Raises:**
 
@@ -161,7 +167,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
     size = operator.in_size()
-    fn = FlatFunction.of(mv, (size,), dtype)
+    fn = FlatFunction.of(mv, shape=(size,), dtype=dtype)
     # All other operators of lineax are linear by construction.
     if _has_function(operator):
         _check_linear(fn)

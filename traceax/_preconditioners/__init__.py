@@ -1,1 +1,1 @@
-"""Preconditioners with known determinants."""
+"""Preconditioners with known determinants, for log-determinants and solves."""

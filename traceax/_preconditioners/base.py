@@ -1,3 +1,11 @@
+"""Preconditioners P with a known determinant, which split a log-determinant:
+
+    log det A = log det P + tr log(P^(-1/2) A P^(-1/2)).
+
+The first term is exact, and the second is estimated: the closer P is to A, the smaller
+its variance, and the fewer Lanczos steps it needs.
+"""
+
 import abc
 import dataclasses
 from collections.abc import Callable
@@ -20,8 +28,8 @@ from .._run.steps import AdaptiveSteps
 
 
 class AbstractPreconditioning(eqx.Module):
-    """What [`traceax.logdet`][] takes as `preconditioner`: one, or how one is made for
-    the call."""
+    """An argument `preconditioner` of [`traceax.logdet`][]: a preconditioner, or a rule
+    that makes one for the call."""
 
     @abc.abstractmethod
     def prepare(
@@ -38,12 +46,12 @@ class AbstractPreconditioning(eqx.Module):
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors.
-        - `k`, `num_steps`: what the call is to spend.
-        - `key`, `execution`: as given to it.
+        - `k`, `num_steps`: the budget of the call, and its number of Lanczos steps.
+        - `key`, `execution`: the arguments of the call.
 
         **Returns:**
 
-        A preconditioner of the size of the operator, constant to derivatives of it.
+        A preconditioner of the size of the operator, constant to derivatives.
         """
 
 
@@ -95,32 +103,31 @@ class AbstractPreconditioner(AbstractPreconditioning):
     - `size`: n.
     - `logdet`: $\\log\\det P$, a real scalar.
     - `largest`: the largest eigenvalue of P, a real scalar.
-    - `num_matvecs`: how many products with A it was made from.
-    - `least`: a number that $P^{-1/2} A P^{-1/2}$ is known not to be below, or `None`.
+    - `num_matvecs`: the number of matvecs with A that it was made from.
+    - `least`: a lower bound of the eigenvalues of $P^{-1/2} A P^{-1/2}$, or `None`.
     """
 
     num_matvecs: eqx.AbstractVar[int | Int[Array, ""]]
 
     def prepare(self, operator: FlatOperator, **_: Any) -> "AbstractPreconditioner":
-        """Itself, if it is of the size of the operator."""
+        """Return this preconditioner, or raise if the operator has another size."""
         check_size(self, operator.size)
         return self
 
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """n, a Python integer: the number of rows of P, which is that of A."""
+        """n, a Python integer: the number of rows of P and of A."""
 
     @property
     @abc.abstractmethod
     def logdet(self) -> Real[Array, ""]:
-        """$\\log\\det P$, exactly: real, of shape `()`."""
+        """The exact $\\log\\det P$, a real scalar."""
 
     @property
     @abc.abstractmethod
     def largest(self) -> Real[Array, ""]:
-        """The largest eigenvalue of P: real, of shape `()`. A lower bound of A divided by
-        it is one of $P^{-1/2} A P^{-1/2}$."""
+        """The largest eigenvalue of P, a real scalar: it divides lower bounds of A."""
 
     @property
     def least(self) -> Real[Array, ""] | None:
@@ -135,15 +142,15 @@ class AbstractPreconditioner(AbstractPreconditioning):
         **Arguments:**
 
         - `exponent`: p, -1/2 in a log-determinant.
-        - `x`: a flat vector, shape `(n,)`, or several, the columns of shape `(n, k)`.
+        - `x`: a flat vector, shape `(n,)`, or several as columns, shape `(n, k)`.
 
         **Returns:**
 
-        An array like `x`.
+        An array of the shape and dtype of `x`.
         """
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
-        """The diagonal of $P^p$, by default from its products with unit vectors.
+        """The diagonal of $P^p$, by default from `power` of n unit vectors in turn.
 
         **Arguments:**
 
@@ -151,7 +158,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         **Returns:**
 
-        An array of shape `(n,)`.
+        A real array of shape `(n,)`.
         """
 
         def entry(index):
@@ -162,7 +169,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
     @property
     def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """Of the vectors that `inverse` applies to: by default arrays of shape `(n,)`."""
+        """The structure of vectors for `inverse`, by default arrays of shape `(n,)`."""
         return jax.ShapeDtypeStruct((self.size,), self.largest.dtype)
 
     def inverse(self) -> lx.FunctionLinearOperator:
@@ -185,20 +192,19 @@ class AbstractPreconditioner(AbstractPreconditioning):
         probes: Inexact[Array, "n k"],
         execution: AbstractExecution,
     ) -> Real[Array, ""]:
-        """The estimate, with a derivative added whose mean is zero: a control variate,
-        made of the derivative of $\\log\\det P$ in that of A, which cancels sampling
-        error.
+        """Add a control variate: a term that is zero, and whose derivative has the mean
+        zero and cancels sampling error in the derivative of the estimate.
 
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors.
         - `value`: the estimate of $\\mathrm{tr} \\log(P^{-1/2} A P^{-1/2})$.
-        - `probes`: those that it was made from, shape `(n, k)`.
-        - `execution`: where products are to be made.
+        - `probes`: the probes of that estimate, shape `(n, k)`.
+        - `execution`: where matvecs are made.
 
         **Returns:**
 
-        A number equal to `value`; by default `value` itself, which adds nothing.
+        A number equal to `value`; by default `value` itself, without a control variate.
         """
         return value
 
@@ -211,10 +217,9 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         **Returns:**
 
-        Another such map.
+        Another such map, of the same size, dtype and tags.
         """
-        fn = Congruence(operator.fn, self)
-        return dataclasses.replace(operator, fn=fn)
+        return dataclasses.replace(operator, fn=Congruence(operator.fn, self))
 
 
 @eqx.filter_jit
@@ -223,7 +228,7 @@ def _log_determinant(values: Array, shift: Array, size: int) -> Array:
 
 
 def check_size(preconditioner: AbstractPreconditioner, n: int) -> None:
-    """Raise unless it has n rows."""
+    """Raise unless the preconditioner has n rows."""
     if preconditioner.size != n:
         raise ValueError(
             "`preconditioner` must be of the size of `operator`. Found "
@@ -233,11 +238,12 @@ def check_size(preconditioner: AbstractPreconditioner, n: int) -> None:
 
 
 class Preconditioner(AbstractPreconditioner):
-    """$P = \\hat A + \\sigma I$, $\\hat A$ a Nystrom approximation of $A - \\sigma I$:
-    for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
+    """$P = \\hat A + \\sigma I$, with a Nystrom approximation $\\hat A$ of $A - \\sigma
+    I$: for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
 
-    Made by [`traceax.nystrom_preconditioner`][] and
-    [`traceax.pivoted_cholesky_preconditioner`][]. Constant to all derivatives.
+    [`traceax.nystrom_preconditioner`][] and [`traceax.pivoted_cholesky_preconditioner`][]
+    make one. It is constant to all derivatives. A power of P takes `O(n r)` operations
+    for each vector, and P holds r vectors of length n.
 
     !!! Example
 
@@ -260,17 +266,18 @@ class Preconditioner(AbstractPreconditioner):
 
     **Attributes:**
 
-    - `vectors`, `values`: shapes `(n, r)` and `(r,)`, of $\\hat A = U \\Lambda U^*$.
-    - `shift`: $\\sigma$, of shape `()`.
-    - `num_matvecs`: how many products it was made from.
+    - `vectors`, `values`: U, shape `(n, r)`, and the diagonal of $\\Lambda$, shape `(r,)`
+        and in descending order, of $\\hat A = U \\Lambda U^*$.
+    - `shift`: $\\sigma$, a real scalar.
+    - `num_matvecs`: the number of matvecs that it was made from.
     - `result`: a [`traceax.RESULTS`][] member: `successful` or `nonfinite_product`.
-    - `least`: a lower bound of $P^{-1/2} A P^{-1/2}$, where one is known.
+    - `least`: a lower bound of the eigenvalues of $P^{-1/2} A P^{-1/2}$, or `None`.
     """
 
     vectors: Inexact[Array, "n r"]
     values: Real[Array, " r"]
     shift: Real[Array, ""]
-    # The derivative of the smallest eigenvalue is about `d* dA d` with this d.
+    # The vector d: the derivative of sigma is taken to be `d* dA d` (see `control`).
     shift_direction: Inexact[Array, " n"]
     template: lx.IdentityLinearOperator
     num_matvecs: int | Int[Array, ""]
@@ -279,22 +286,22 @@ class Preconditioner(AbstractPreconditioner):
     estimated: ClassVar[tuple[str, ...]] = ("vectors", "values", "shift")
 
     def prepare(self, operator: FlatOperator, **_: Any) -> AbstractPreconditioner:
-        """Itself, constant to derivatives."""
+        """Return this preconditioner, constant to derivatives."""
         return jax.lax.stop_gradient(super().prepare(operator))
 
     @property
     def logdet(self) -> Real[Array, ""]:
-        """$\\log\\det P$, exactly, by the matrix determinant lemma."""
+        """The exact $\\log\\det P$, by the matrix determinant lemma."""
         return _log_determinant(self.values, self.shift, self.size)
 
     @property
     def size(self) -> int:
-        """n."""
+        """n, the number of rows."""
         return self.vectors.shape[0]
 
     @property
     def largest(self) -> Real[Array, ""]:
-        """The largest eigenvalue."""
+        """The largest eigenvalue, a real scalar."""
         return jnp.max(self.values) + self.shift
 
     @property
@@ -304,7 +311,8 @@ class Preconditioner(AbstractPreconditioner):
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]
     ) -> Inexact[Array, " n *k"]:
-        """`P**exponent` times flat vectors, the columns of x."""
+        """$P^p x$ for a flat vector x, or for the columns of x."""
+        # P^p = sigma^p I + U ((Lambda + sigma)^p - sigma^p) U*.
         outer = self.shift**exponent
         inner = ((self.values + self.shift) ** exponent - outer).astype(x.dtype)
         part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
@@ -312,7 +320,7 @@ class Preconditioner(AbstractPreconditioner):
         return outer.astype(x.dtype) * x + part
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
-        """The diagonal of `P**exponent`."""
+        """The diagonal of $P^p$, by `O(n r)` operations."""
         outer = self.shift**exponent
         inner = (self.values + self.shift) ** exponent - outer
         squares = jnp.abs(self.vectors) ** 2
@@ -325,26 +333,30 @@ class Preconditioner(AbstractPreconditioner):
         probes: Inexact[Array, "n k"],
         execution: AbstractExecution,
     ) -> Real[Array, ""]:
-        """`value`, with a derivative of mean zero that cancels sampling error.
+        """`value`, with a term of mean zero in its derivative that cancels sampling
+        error. In a direction dA the term is
 
-        In a direction dA it is `tr(P^-1 dP) - mean(z* P^(-1/2) dP P^(-1/2) z)`, with dP
-        close to the derivative of P: what the preconditioner knows of `tr(A^-1 dA)`
-        exactly replaces what the probes say of it. Wenger, Pleiss, Hennig, Cunningham and
-        Gardner, ICML 2022, arXiv:2107.00243.
+            tr(P^-1 dP) - mean(z* P^(-1/2) dP P^(-1/2) z)
 
-        dP is dA on the range of U and between it and the complement, and dsigma times
-        the identity on the complement, `dsigma = d* dA d`. With `dY = (dA - dsigma I) U`
-        it is `x* dP x = Re (2 x - U g)* dY g + dsigma x* x` for `g = U* x`. The vectors x
-        are those of `_split`.
+        with dP close to the derivative of P: the exact trace replaces its estimate from
+        the probes (Wenger, Pleiss et al., ICML 2022, arXiv:2107.00243).
+
+        On the complement of the range of U, dP is `dsigma I` for `dsigma = d* dA d`;
+        elsewhere it is dA. With `dY = (dA - dsigma I) U` and `g = U* x`,
+
+            x* dP x = Re (2 x - U g)* dY g + dsigma x* x,
+            tr(P^-1 dP) = Re tr((Lambda + sigma)^-1 U* dY) + dsigma tr(P^-1).
+
+        Both are linear in `dA U` and `dA d`, and so are a frame of r + 1 columns.
         """
-        u = self._split(probes / probes.shape[1] ** 0.5)
+        x = self._split(probes / probes.shape[1] ** 0.5)
         basis, inverse = self.vectors, 1 / (self.values + self.shift)
         with jax.default_matmul_precision("highest"):
-            g = basis.conj().T @ u
-            sampled = 2 * u @ g.conj().T - basis @ (g @ g.conj().T)
-            left = basis * inverse - sampled
+            g = basis.conj().T @ x
+            left = basis * inverse - (2 * x @ g.conj().T - basis @ (g @ g.conj().T))
         trace = (self.size - self.values.size) / self.shift + jnp.sum(inverse)
-        slope = trace - jnp.sum(jnp.abs(u) ** 2) - jnp.sum(left.conj() * basis).real
+        # The coefficient of dsigma, of which -Re tr(left* U) stems from dY.
+        slope = trace - jnp.sum(jnp.abs(x) ** 2) - jnp.sum(left.conj() * basis).real
         direction = self.shift_direction[:, None]
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
         right = jnp.concatenate([basis, direction], axis=1)
@@ -352,27 +364,30 @@ class Preconditioner(AbstractPreconditioner):
         return attach(operator, value, frame, execution=execution)
 
     def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
-        """The vectors x over which the control variate sums `x* dP x`, from a probe z.
+        """The vectors x over which the control variate sums `x* dP x`, from probes z.
 
         `M = P^(-1/2) A P^(-1/2)` is close to the identity on the range of U. For a pair
-        of eigenvectors, one in it and one outside, the derivative of `z* log(M) z` has
-        the weight `log(m) / (m - 1)` with the other's eigenvalue m, and `z* K z` of
-        `K = P^(-1/2) dP P^(-1/2)` has 1. So the coupling of the two, which has mean zero,
-        gets the weight for the largest m that is expected.
+        of eigenvectors, one in it and one outside with the eigenvalue m, the coupling has
+        the weight `log(m) / (m - 1)` in the derivative of `z* log(M) z`, but 1 in
+        `z* K z` for `K = P^(-1/2) dP P^(-1/2)`. Its mean is zero for any weight, so w is
+        the former for the largest m expected, `1 + lambda_r / sigma`. With `Pi = U U*`,
+
+            w z* K z + (1 - w) ((Pi z)* K Pi z + (z - Pi z)* K (z - Pi z))
+
+        is `z* K z` with the coupling times w; w = 1 adds variance if the rank is low.
         """
-        last = self.values[self.num_matvecs - 1]
-        smallest = last / self.shift
-        weight = jnp.where(smallest > 0, jnp.log1p(smallest) / smallest, 1)
-        weight = weight.astype(z.dtype)
+        excess = self.values[self.num_matvecs - 1] / self.shift
+        weight = jnp.where(excess > 0, jnp.log1p(excess) / excess, 1).astype(z.dtype)
         with jax.default_matmul_precision("highest"):
-            part = self.vectors @ (self.vectors.conj().T @ z)
-        parts = jnp.concatenate([part, z - part], axis=1)
-        both = [weight**0.5 * z, (1 - weight) ** 0.5 * parts]
-        return self.power(-0.5, jnp.concatenate(both, axis=1))
+            projected = self.vectors @ (self.vectors.conj().T @ z)
+        parts = jnp.concatenate([projected, z - projected], axis=1)
+        # A quadratic form takes the square root of its weight in the vector.
+        weighted = [weight**0.5 * z, (1 - weight) ** 0.5 * parts]
+        return self.power(-0.5, jnp.concatenate(weighted, axis=1))
 
 
 class Congruence(eqx.Module):
-    """`P^(-1/2) A P^(-1/2)`, or of a map that stacks several A, those of each."""
+    """`P^(-1/2) A P^(-1/2)`, for each of `stacked` operators whose images `fn` joins."""
 
     fn: Callable[[Array], Array]
     preconditioner: AbstractPreconditioner

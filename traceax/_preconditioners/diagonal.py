@@ -1,4 +1,4 @@
-"""Jacobi's preconditioner: the diagonal of A."""
+"""Diagonal preconditioners. Jacobi's is the diagonal of A."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from .base import AbstractPreconditioner
 
 class DiagonalPreconditioner(AbstractPreconditioner):
     """A diagonal P: for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
-    Made by [`traceax.jacobi_preconditioner`][]. Constant to all derivatives.
+    [`traceax.jacobi_preconditioner`][] makes one. It is constant to all derivatives.
 
     !!! Example
 
@@ -32,9 +32,9 @@ class DiagonalPreconditioner(AbstractPreconditioner):
     - `entries`: the diagonal of P, positive, shape `(n,)`.
     - `template`: the structure of the vectors that A applies to, a PyTree of
         `jax.ShapeDtypeStruct`.
-    - `num_matvecs`: how many matvecs it was made from.
+    - `num_matvecs`: the number of matvecs that it was made from.
 
-    Cost: n operations for a product with a power of P, and one vector of memory.
+    A power of P takes n operations for each vector, and P holds one vector of length n.
     """
 
     entries: Real[Array, " n"]
@@ -47,7 +47,7 @@ class DiagonalPreconditioner(AbstractPreconditioner):
 
     @property
     def size(self) -> int:
-        """n."""
+        """n, the number of entries."""
         return self.entries.size
 
     @property
@@ -57,14 +57,15 @@ class DiagonalPreconditioner(AbstractPreconditioner):
 
     @property
     def largest(self) -> Real[Array, ""]:
-        """The largest entry."""
+        """The largest entry, a real scalar."""
         return jnp.max(self.entries)
 
     def power(
         self, exponent: float, x: Inexact[Array, " n *k"]
     ) -> Inexact[Array, " n *k"]:
-        """$P^p$ times flat vectors, the columns of x."""
+        """$P^p x$ for a flat vector x, or for the columns of x."""
         factors = (self.entries**exponent).astype(x.dtype)
+        # The transposes serve shapes `(n,)` and `(n, k)` alike.
         return (factors * x.T).T
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:

@@ -1,3 +1,17 @@
+"""Nystrom and pivoted Cholesky preconditioners `P = A_hat + sigma I`.
+
+With an orthonormal basis Q, `A_hat` is the Nystrom approximation of `A - sigma I`,
+
+    A_hat = Y (Q* Y)^-1 Y* = U Lambda U*,    Y = A Q - sigma Q.
+
+The basis spans random directions (Frangella, Tropp and Udell, Randomized Nystrom
+preconditioning, 2023), or the unit vectors of the pivots that a partial Cholesky
+factorisation with complete pivoting chooses (Harbrecht, Peters and Schneider, 2012).
+
+In the code: Q is `basis`, `A Q` is `products`, sigma is `shift`, U is `vectors` and
+Lambda is `values`.
+"""
+
 import math
 
 import jax
@@ -20,8 +34,9 @@ from .._run.execution import AbstractExecution, Local
 from .base import Preconditioner
 
 
-# The index at which the probes of a preconditioner begin, among all that are drawn from
-# one key: those of the estimate that takes it are others.
+# The index of the first probe of a preconditioner. An estimate that is given the same key
+# draws its probes from the index 0, and these must be independent of the preconditioner:
+# the mean of its control variate is zero only then. No real budget is that large.
 FIRST_PROBE = 2**30
 
 
@@ -38,8 +53,8 @@ def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
 
 
 def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
-    """As an array, so that another number is no other program. Raise for one that is
-    negative or infinite, but leave those on a device there."""
+    """Return the shift as an array, so that another number does not compile anew. Raise
+    if it is negative or infinite; an array is not checked, and so stays on its device."""
     if shift is None:
         return None
     scalar = real_scalar("shift", shift)
@@ -50,20 +65,28 @@ def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
 
 def assemble(
     flat: FlatOperator,
+    *,
     basis: Inexact[Array, "n r"],
     products: Inexact[Array, "n r"],
     shift: Scalar | float | None,
     structure: PyTree[jax.ShapeDtypeStruct],
     num_matvecs: Int[Array, ""] | int,
-    least: Scalar | None = None,
+    lower_bound: Scalar | None = None,
 ) -> Preconditioner:
-    """From `products = A basis`, the basis orthonormal or with zero columns; `structure`
-    is that of a vector. `least` is the smallest eigenvalue of `P^-1 A` that there may be
-    where the shift is as asked; it is made larger where rounding would drown it."""
+    """The preconditioner from `products = A basis`. The columns of the basis are
+    orthonormal, or zero.
+
+    - `shift`: sigma, or None to estimate it. It is raised to the rounding error of the
+        matvecs if it is below that.
+    - `structure`: of the vectors that the operator applies to.
+    - `lower_bound`: a lower bound of the eigenvalues of `P^-1 A` for the requested shift,
+        or None. It is lowered if the shift is raised.
+    """
     real = jnp.finfo(flat.dtype).dtype
     products, unit = normalise(products)
     size = jnp.linalg.norm(products)
     core = basis.conj().T @ products
+    # A zero column of the basis gets a large Ritz value, so that it is not the smallest.
     empty = jnp.sum(jnp.abs(basis), axis=0) == 0
     core = (core + core.conj().T) / 2 + jnp.diag(jnp.where(empty, size, 0))
     ritz_values, ritz_vectors = eigh(core)
@@ -72,25 +95,29 @@ def assemble(
         # A tenth below the smallest Ritz value: near it, but A - sigma I stays positive
         # definite on the basis.
         shift = 0.9 * smallest
+    # Below the rounding error of the matvecs, a shift could not be told from zero.
     floor = flat.eps * jnp.where(size > 0, size, 1) * unit
-    asked = jax.lax.stop_gradient(jnp.asarray(shift, real))
-    shift = jnp.maximum(asked, floor)
-    if least is not None:
-        least = least * jnp.maximum(asked, 0) / shift
+    requested = jax.lax.stop_gradient(jnp.asarray(shift, real))
+    shift = jnp.maximum(requested, floor)
+    if lower_bound is not None:
+        lower_bound = lower_bound * jnp.maximum(requested, 0) / shift
     share = jnp.where(smallest > shift, shift / smallest, 1)
     relative = (shift / unit).astype(flat.dtype)
-    rest = products - relative * basis
-    approximation = nystrom(basis, rest, flat.eps, indefinite=True)
+    shifted = products - relative * basis
+    approximation = nystrom(basis, shifted, flat.eps, indefinite=True)
     vectors, s, _ = thin_svd(approximation.factor, flat.eps)
     return Preconditioner(
         vectors=vectors,
+        # `nystrom` approximates `A - sigma I` plus a shift of its own.
         values=unit * jnp.maximum(s**2 - approximation.shift, 0),
         shift=shift,
+        # d = (sigma / theta)^(1/2) Q v for the smallest Ritz pair (theta, Q v): if theta
+        # is far above sigma, the pair says nothing about the eigenvalues near sigma.
         shift_direction=basis @ (jnp.sqrt(share) * ritz_vectors[:, 0]),
         template=lx.IdentityLinearOperator(structure),
         num_matvecs=num_matvecs,
         result=failure(~jnp.all(jnp.isfinite(products)), RESULTS.nonfinite_product),
-        least=least,
+        least=lower_bound,
     )
 
 
@@ -126,21 +153,21 @@ def nystrom_preconditioner(
 
     **Arguments:**
 
-    - `operator`: a positive-semidefinite-tagged operator, of any structure and dtype.
+    - `operator`: an operator tagged positive semidefinite, of any structure and dtype.
     - `rank`: r, the number of random directions, a Python integer; more than n counts
         as n.
     - `key`: a JAX PRNG key.
-    - `shift`: about the size of the smallest eigenvalues, such as the noise variance of
-        a Gaussian process; it is subtracted before the approximation and added after
-        it. The better it is, the better the preconditioner. `None` estimates it from
-        the sketch. Constant to derivatives.
-    - `execution`: where and how many at a time products are made.
+    - `shift`: a real scalar close to the smallest eigenvalues, such as the noise variance
+        of a Gaussian process. It is subtracted before the approximation and added after
+        it. The closer it is, the better the preconditioner. `None` estimates it from the
+        sketch. It is constant to derivatives.
+    - `execution`: where matvecs are made, and how many at a time.
     - `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
-    A `Preconditioner`, from r products, all at once, and `O(n r^2)` operations.
-    While it is made several arrays of r vectors of length n are held, and one is kept.
+    A `Preconditioner`, from r matvecs, all at once, and `O(n r^2)` operations. Several
+    arrays of r vectors of length n are in memory while it is made, and one afterwards.
 
     **Raises:**
 
@@ -148,7 +175,7 @@ def nystrom_preconditioner(
         infinite.
     - `TypeError`: `rank` is not a Python integer, `shift` not a real number, `operator`
         not an operator, or `key` not a key.
-    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite.
 
     ??? cite
 
@@ -166,10 +193,18 @@ def nystrom_preconditioner(
     """
     check_key(key)
     rank, shift = _checked_rank(operator, rank), _checked_shift(shift)
-    structure = operator.in_structure()
-    arguments = (enter(operator), structure, rank, key, shift, execution)
-    name = "nystrom_preconditioner"
-    return call(_nystrom, *arguments, name=name, execution=execution, throw=throw)
+    return call(
+        _nystrom,
+        enter(operator),
+        operator.in_structure(),
+        rank,
+        key,
+        shift,
+        execution,
+        name="nystrom_preconditioner",
+        execution=execution,
+        throw=throw,
+    )
 
 
 def _nystrom(opened, structure, rank, key, shift, execution) -> Preconditioner:
@@ -177,7 +212,14 @@ def _nystrom(opened, structure, rank, key, shift, execution) -> Preconditioner:
     probes = draw_for(flat, NormalSampler(), key, FIRST_PROBE + jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
-        return assemble(flat, basis, matmat(basis), shift, structure, rank)
+        return assemble(
+            flat,
+            basis=basis,
+            products=matmat(basis),
+            shift=shift,
+            structure=structure,
+            num_matvecs=rank,
+        )
 
 
 def pivoted_cholesky_preconditioner(
@@ -189,11 +231,11 @@ def pivoted_cholesky_preconditioner(
     throw: bool = True,
 ) -> Preconditioner:
     """A [`traceax.Preconditioner`][] from a partial Cholesky factorisation with complete
-    pivoting, which needs the diagonal of the operator, and no randomness.
+    pivoting. It needs the diagonal of the operator, and no randomness.
 
-    Its products are with unit vectors, one after another, each chosen where the
-    remaining diagonal is largest. [`traceax.nystrom_preconditioner`][] makes them all at
-    once and needs no diagonal: prefer it unless columns are cheaper than products.
+    Its matvecs are with unit vectors, one after another, each chosen where the remaining
+    diagonal is largest. [`traceax.nystrom_preconditioner`][] makes all matvecs at once
+    and needs no diagonal: prefer it unless columns of A are cheaper than matvecs.
 
     !!! Example
 
@@ -216,27 +258,26 @@ def pivoted_cholesky_preconditioner(
 
     **Arguments:**
 
-    - `operator`: a positive-semidefinite-tagged operator.
+    - `operator`: an operator tagged positive semidefinite.
     - `rank`: r, the number of pivots, a Python integer; more than n counts as n.
     - `shift`: as in [`traceax.nystrom_preconditioner`][].
-    - `diagonal`: of the operator, shape `(n,)`. `None`: from the operator itself, if
-        lineax knows it.
+    - `diagonal`: the diagonal of the operator, shape `(n,)`. `None` takes it from the
+        operator itself, if lineax knows it.
     - `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
-    A `Preconditioner`, from r products, one after another, and `O(n r^2)`
-    operations. While pivots are chosen three arrays of r vectors of length n are held,
-    at the end several, and one is kept.
+    A `Preconditioner`, from r matvecs, one after another, and `O(n r^2)` operations.
+    Three arrays of r vectors of length n are in memory while pivots are chosen, several
+    at the end, and one afterwards.
 
     **Raises:**
 
-    - `ValueError`: `diagonal` is missing and the operator does not know its own, or has
-        another shape; the tag is missing; `rank` is below 1; `shift` is negative or
-        infinite.
+    - `ValueError`: `diagonal` is missing and lineax does not know it, or has another
+        shape; the tag is missing; `rank` is below 1; `shift` is negative or infinite.
     - `TypeError`: `rank` is not a Python integer, `shift` not a real number, or
         `operator` not an operator.
-    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite.
 
     ??? cite
 
@@ -257,19 +298,26 @@ def pivoted_cholesky_preconditioner(
     shift = _checked_shift(shift)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
-            f"`diagonal` is missing: an operator of type {type(operator).__name__} does "
-            "not know its own without n products. Pass it, or use "
-            "`traceax.nystrom_preconditioner`, which needs none."
+            "`diagonal` is missing, and lineax does not know it for an operator of type "
+            f"{type(operator).__name__}. Pass it, or use "
+            "`traceax.nystrom_preconditioner`, which needs no diagonal."
         )
     diagonal = None if diagonal is None else jnp.asarray(diagonal)
     if diagonal is not None and diagonal.shape != (n,):
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."
         )
-    structure = operator.in_structure()
-    arguments = (enter(operator), structure, rank, shift, diagonal)
-    name = "pivoted_cholesky_preconditioner"
-    return call(_pivoted_cholesky, *arguments, name=name, execution=Local(), throw=throw)
+    return call(
+        _pivoted_cholesky,
+        enter(operator),
+        operator.in_structure(),
+        rank,
+        shift,
+        diagonal,
+        name="pivoted_cholesky_preconditioner",
+        execution=Local(),
+        throw=throw,
+    )
 
 
 def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditioner:
@@ -277,29 +325,39 @@ def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditione
     flat, n = flat.frozen, flat.size
     if diagonal is None:
         diagonal = facts.diagonal
-    rest = jax.lax.stop_gradient(diagonal.real).astype(jnp.finfo(flat.dtype).dtype)
+    start = jax.lax.stop_gradient(diagonal.real).astype(jnp.finfo(flat.dtype).dtype)
 
     def step(i, state):
-        rest, factor, basis, products = state
-        pivot = jnp.argmax(rest)
-        alive = rest[pivot] > flat.eps * jnp.max(start)
-        unit = jnp.where(alive, jnp.zeros_like(basis[:, 0]).at[pivot].set(1), 0)
-        product = flat.mv(unit)
-        known = jnp.matmul(factor, factor[pivot].conj(), precision="highest")
-        root = jnp.sqrt(jnp.where(alive, rest[pivot], 1)).astype(flat.dtype)
-        column = jnp.where(alive, (product - known) / root, 0)
-        rest = jnp.maximum(rest - jnp.abs(column) ** 2, 0).at[pivot].set(0)
+        """One column of the factor L, `(A e_p - L L* e_p) / d_p^(1/2)` for the pivot p,
+        where d, the diagonal of `A - L L*`, is `remaining`."""
+        remaining, factor, basis, products = state
+        pivot = jnp.argmax(remaining)
+        # A pivot at rounding level ends the factorisation: later columns are zero.
+        is_usable = remaining[pivot] > flat.eps * jnp.max(start)
+        unit = jnp.where(is_usable, jnp.zeros_like(basis[:, 0]).at[pivot].set(1), 0)
+        image = flat.mv(unit)
+        explained = jnp.matmul(factor, factor[pivot].conj(), precision="highest")
+        root = jnp.sqrt(jnp.where(is_usable, remaining[pivot], 1)).astype(flat.dtype)
+        column = jnp.where(is_usable, (image - explained) / root, 0)
+        # Zero for the pivot itself: rounding must not choose it again.
+        remaining = jnp.maximum(remaining - jnp.abs(column) ** 2, 0).at[pivot].set(0)
         set_column = lambda x, y: x.at[:, i].set(y)  # noqa: E731
         return (
-            rest,
+            remaining,
             set_column(factor, column),
             set_column(basis, unit),
-            set_column(products, product),
+            set_column(products, image),
         )
 
-    start = rest
     empty = jnp.zeros((n, rank), flat.dtype)
-    state = (rest, empty, empty, empty)
+    state = (start, empty, empty, empty)
     *_, basis, products = jax.lax.fori_loop(0, rank, step, state)
     with jax.default_matmul_precision("highest"):
-        return assemble(flat, basis, products, shift, structure, rank)
+        return assemble(
+            flat,
+            basis=basis,
+            products=products,
+            shift=shift,
+            structure=structure,
+            num_matvecs=rank,
+        )

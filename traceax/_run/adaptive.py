@@ -1,3 +1,11 @@
+"""The rule of adaptive budgets: stop as soon as
+
+    q std_err <= max(atol, rtol |value|),
+
+with the quantile q of Student's t for the number of samples. In the code, `tolerance` is
+the right-hand side, and `excess` is the left-hand side divided by it.
+"""
+
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,16 +26,24 @@ from .._core.quantiles import normal_quantile, student_quantile
 from .._numerics.dense import two_norm
 
 
+# The smallest `min_samples`: with fewer samples the estimated variance is often far too
+# small, and a test would stop by chance.
+_FEWEST_SAMPLES = 4
+# How many times the tolerance the estimate of the rounding error may be. It is an upper
+# estimate, and must not fail calls whose actual error is below the tolerance.
+_FLOOR_ALLOWANCE = 4
+
+
 @runtime_checkable
 class ProgressMeter(Protocol):
-    """Shows how far a run has come."""
+    """The interface of progress meters of `equinox` and `diffrax`."""
 
     def init(self) -> Any:
         """The state of a new meter."""
         ...
 
     def step(self, state: Any, progress: Any) -> Any:
-        """The state after a round; `progress` is traced, from 0 to 1."""
+        """The state after a round; `progress` is a traced number from 0 to 1."""
         ...
 
     def close(self, state: Any) -> None:
@@ -38,17 +54,18 @@ class ProgressMeter(Protocol):
 class Adaptive(eqx.Module):
     r"""A budget that ends when the estimate is accurate enough: pass it as `k`.
 
-    Probes are added in rounds until, with the asked confidence, the error is below the
-    tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
-    |\mathrm{value}|)$, $q$ the quantile of Student's t for the number of samples. This is
-    the error of sampling; `std_err` counts rounding, too, of which it has an upper
-    estimate. For a value that is one number, a call where that is above four tolerances
-    fails, since no further sample would help; for one with several entries, look at
-    `std_err`. The loop is compiled once, whatever the data; the tolerances may be traced.
+    Probes are added in rounds until, with the requested confidence, the error is below
+    the tolerance: until $q\, \mathrm{std\_err} \le \max(\mathrm{atol}, \mathrm{rtol}\,
+    |\mathrm{value}|)$, where $q$ is the quantile of Student's t for the number of
+    samples. This test is for the sampling error. The reported `std_err` also includes an
+    upper estimate of the rounding error. If that estimate is above four tolerances, a
+    call for a single number fails, since no further sample would help; for a value with
+    several entries, look at `std_err`. The loop is compiled once, whatever the data; the
+    tolerances may be traced.
 
     A test after every round stops a little early more often than late. The error bars
-    are cautious enough that the asked confidence still holds: see
-    [Stopping early](../adaptive.md#stopping-early) for measurements.
+    are cautious enough that intervals still cover the true value with the requested
+    confidence: see [Stopping early](../adaptive.md#stopping-early) for measurements.
 
     !!! Example
 
@@ -69,37 +86,37 @@ class Adaptive(eqx.Module):
     **Attributes:**
 
     - `rtol`, `atol`: relative and absolute tolerance, real scalars.
-    - `max_k`: the largest budget, in the units of `k`: products for traces, diagonals,
+    - `max_k`: the largest budget, in the units of `k`: matvecs for traces, diagonals,
         Frobenius and row norms, divergences and Laplacians; products with f(A) for
         [`traceax.diagonal_of_function`][]; probes for log-determinants, Schatten norms
-        and other traces of functions. Rounded down to whole rounds. Array shapes and
-        memory depend on it. If it is at least n and a round (or n and what the estimator
-        needs at least, if that is more), the call cannot run out of it: n units are kept
-        back for the exact answer. The estimate spends at most the others, and not more
-        than n. After that, or as soon as independent samples show that they would need
-        more than n further units, the exact answer is computed. To go on from a call that
-        kept nothing back, n more than its `max_k` do the same (or `2 n`, if that is
-        less).
+        and other traces of functions. It is rounded down to whole rounds. Array shapes
+        and memory depend on it. If it is at least n plus one round (or n plus the
+        smallest budget of the estimator, if that is more), the call cannot run out of
+        it: n units are reserved for the exact answer. The estimate spends at most the
+        others, and not more than n. After that, or as soon as independent samples show
+        that they would need more than n further units, the exact answer is computed. A
+        call that resumes one without such a reserve has one if its `max_k` is larger by n
+        (or is `2 n`, if that is less).
     - `confidence`: the probability with which the error is to be below the tolerance.
-    - `min_samples`: how many samples there are before the first test.
+    - `min_samples`: the number of samples before the first test.
     - `round_size`: how much of the budget a round spends, in the same units.
     - `history`: whether `stats["history"]`, shape `(rounds, 3)`, has the budget spent,
-        in the units of `k`, the value and the standard error after each round that this
-        call made. Other rows are infinite, and so are entries of `stats` for samples that
-        were not made.
+        in the units of `k`, the value and the standard error after each round of this
+        call. Other rows are infinite, and so are entries of `stats` for samples that were
+        not made.
     - `progress`: a progress meter, an object with the methods `init`, `step` and `close`
-        of those of `equinox` and `diffrax`. It shows the fraction of the budget that
-        is spent, or the fraction of what reaching the tolerance will take at this rate,
+        of the meters of `equinox` and `diffrax`. It shows the fraction of the budget that
+        is spent, or the fraction of the budget that the tolerance will take at this rate,
         whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
         spent, the value and the standard error, to print or to log them. It is static:
         pass the same function again, since another one compiles anew. An exception in it
         ends the run after that round, and the call raises it; inside `jax.jit` it is
         printed, and the result is `RESULTS.interrupted`.
-    - `norm`: where the value has several entries, a norm of PyTrees. The norms of value
-        and standard error are compared with the tolerances, and reported by `history`
-        and `callback`. By default the two-norm; norms of `optimistix` fit. Static, like
-        `callback`.
+    - `norm`: a norm of PyTrees, for values with several entries. The norms of the value
+        and of the standard error are compared with the tolerances, and reported by
+        `history` and `callback`. The default is the two-norm; norms of `optimistix` fit.
+        It is static, like `callback`.
     """
 
     rtol: Real[Array, ""]
@@ -127,15 +144,16 @@ class Adaptive(eqx.Module):
         callback: Callable[[Any, Any, Any], None] | None = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
     ):
-        """**Arguments:** as above; at least one of `rtol` and `atol`, and `max_k`.
+        """**Arguments:** as above; `max_k` and at least one of `rtol` and `atol` are
+        required.
 
         **Raises:**
 
-        `ValueError` for a negative tolerance or none, a `confidence` outside of (0, 1),
-        and a `max_k`, `round_size` or `min_samples` that is not a Python integer or too
-        small. `TypeError` for a tolerance that is not a real scalar, for a `norm` that
-        is not a function of a PyTree to one, for a `history` that is not a bool, and for
-        a `progress` or a `callback` that is none.
+        `ValueError` if a tolerance is negative or both are zero, if `confidence` is not
+        in (0, 1), or if `max_k`, `round_size` or `min_samples` is not a Python integer or
+        too small. `TypeError` if a tolerance is not a real scalar, `norm` not a function
+        of a PyTree to a real scalar, `history` not a bool, `progress` not a progress
+        meter, or `callback` not a function.
         """
         self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
         tolerances = {"rtol": concrete_number(rtol), "atol": concrete_number(atol)}
@@ -147,14 +165,15 @@ class Adaptive(eqx.Module):
                 "`traceax.Adaptive` needs a tolerance. Found rtol=0 and atol=0. Pass, "
                 "for example, `rtol=1e-2`."
             )
-        _check_integer("max_k", max_k, 1)
-        _check_integer("min_samples", min_samples, 4)
-        # A round is not larger than the budget.
-        _check_integer("round_size", round_size, min(2, int(max_k)))
+        _check_integer("max_k", max_k, smallest=1)
+        _check_integer("min_samples", min_samples, smallest=_FEWEST_SAMPLES)
+        # A round has two units at least, unless the whole budget is smaller.
+        _check_integer("round_size", round_size, smallest=min(2, int(max_k)))
         real_scalar("confidence", confidence)
-        known = concrete_number(confidence)
-        # Its quantile is that of (1 + confidence) / 2, which rounds to 1 a little before.
-        if known is None or not 0 < known < (1 + known) / 2 < 1:
+        level = concrete_number(confidence)
+        # The two-sided interval takes the quantile at (1 + level) / 2, which rounds to 1,
+        # and its quantile to infinity, for a level just below 1.
+        if level is None or not 0 < level < (1 + level) / 2 < 1:
             raise ValueError(
                 "`confidence` must be a known number between 0 and 1. Found "
                 f"{confidence!r}."
@@ -163,7 +182,7 @@ class Adaptive(eqx.Module):
         _check_reports(progress, callback)
         _check_norm(norm)
         self.max_k = int(max_k)
-        self.confidence = known
+        self.confidence = level
         self.min_samples = int(min_samples)
         self.round_size = min(int(round_size), int(max_k))
         self.history = history
@@ -172,14 +191,15 @@ class Adaptive(eqx.Module):
         self.norm = norm
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
-        """What tolerances are compared with: a scalar itself, the norm of others."""
+        """The number that is compared with tolerances: a scalar `tree` itself, or else
+        its norm."""
         if eqx.is_array(tree) and tree.ndim == 0:
             return tree
         return self.norm(tree)
 
     def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
-        """The largest error that is asked for, in the units of the value."""
-        # Any `rtol` of a value of zero is zero, an infinite one too.
+        """The largest acceptable error, in the units of the value."""
+        # For the value zero this is zero, even where an infinite `rtol` would give NaN.
         relative = jnp.where(value == 0, 0, self.rtol * jnp.abs(value))
         return jnp.maximum(self.atol, relative).astype(value.real.dtype)
 
@@ -189,20 +209,20 @@ class Adaptive(eqx.Module):
         std_err: Real[Array, ""],
         count: Real[Array, ""],
     ) -> Real[Array, ""]:
-        """The half-width of the confidence interval over the tolerance."""
+        """The half-width of the confidence interval, divided by the tolerance."""
         tolerance = self.tolerance(value)
         width = student_quantile(self.confidence, count - 1) * std_err
         safe = jnp.where(tolerance > 0, tolerance, 1)
-        beyond = jnp.where(width > 0, jnp.inf, 0)
-        return jnp.where(tolerance > 0, width / safe, beyond)
+        # An exact answer meets the tolerance zero; 0 / 0 would be NaN, and never stop.
+        without_tolerance = jnp.where(width > 0, jnp.inf, 0)
+        return jnp.where(tolerance > 0, width / safe, without_tolerance)
 
     def reachable(
         self, value: Inexact[Array, ""], floor: Real[Array, ""]
     ) -> Bool[Array, ""]:
-        """Whether enough samples meet the tolerance where `floor` is the part of the
-        standard error that no sample makes smaller. It is an upper estimate, so that it
-        may be four times the tolerance."""
-        return floor <= 4 * self.tolerance(value)
+        """Whether the tolerance can be met, where `floor` is an upper estimate of the
+        part of the standard error that no sample makes smaller."""
+        return floor <= _FLOOR_ALLOWANCE * self.tolerance(value)
 
     def samples_saved(
         self,
@@ -210,9 +230,9 @@ class Adaptive(eqx.Module):
         value: Inexact[Array, ""],
         scale: Real[Array, ""],
     ) -> Real[Array, ""]:
-        """How many samples fewer are needed where the squared Frobenius norm of what is
-        sampled falls by `norm`, since the variance of a sample is twice that norm. Norm
-        and value are in units of `scale`."""
+        """How many fewer samples are needed if the squared Frobenius norm of the sampled
+        operator falls by `norm`. The variance of a sample is twice that norm. `norm` is
+        in units of `scale**2`, and `value` in units of `scale`."""
         quantile = normal_quantile(self.confidence)
         return 2 * norm * (quantile * scale / self.tolerance(scale * value)) ** 2
 
@@ -222,17 +242,17 @@ class Adaptive(eqx.Module):
         std_err: Real[Array, ""],
         count: Real[Array, ""],
     ) -> Bool[Array, ""]:
-        """Whether this is good enough, `count` the number of samples."""
+        """Whether the estimate from `count` samples meets the tolerance."""
         enough = count >= self.min_samples
         return enough & (self.excess(value, std_err, count) <= 1)
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
+def _check_integer(name: str, value: Any, smallest: int) -> None:
     refuse_traced(name, value)
     number = plain_integer(value)
-    if type(number) is not int or number < least:
+    if type(number) is not int or number < smallest:
         raise ValueError(
-            f"`{name}` must be a Python integer, {least} or more. Found {value!r}."
+            f"`{name}` must be a Python integer, {smallest} or more. Found {value!r}."
         )
 
 
@@ -252,18 +272,19 @@ def _check_reports(progress: Any, callback: Any) -> None:
 
 def _check_norm(norm: Any) -> None:
     if callable(norm):
+        # Two leaves of different sizes: a norm of arrays alone fails here, not in a loop.
         pair = tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (2, 3))
         try:
-            found = eqx.filter_eval_shape(norm, pair)
+            output = eqx.filter_eval_shape(norm, pair)
         except Exception as error:
             raise TypeError(
                 f"`norm` must take a PyTree of arrays. Found {norm!r}, which raised "
                 f"{type(error).__name__} for a pair of vectors: {error}"
             ) from error
-        is_array = isinstance(found, jax.ShapeDtypeStruct)
-        if is_array and found.shape == () and jnp.issubdtype(found.dtype, jnp.floating):
+        is_array = isinstance(output, jax.ShapeDtypeStruct)
+        if is_array and output.shape == () and jnp.issubdtype(output.dtype, jnp.floating):
             return
-        norm = f"a function that returns {found}"
+        norm = f"a function that returns {output}"
     raise TypeError(
         "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
         f"{norm}. Pass, for example, `optimistix.max_norm`."

@@ -1,4 +1,4 @@
-"""A warning where a call is compiled again and again from the same line."""
+"""A warning if the same line of user code compiles a call again and again."""
 
 import sys
 import types
@@ -22,8 +22,8 @@ _PACKAGES = ("traceax", "equinox", "jax", "jaxtyping", "beartype")
 
 
 class _Programs:
-    """Counts programs: in `traced` all that were traced so far, and apart from that the
-    compiled programs of each line of the user's code."""
+    """The number of programs that were traced so far (`traced`), and the compiled
+    programs of each line of user code."""
 
     def __init__(self):
         self.traced = 0
@@ -31,21 +31,23 @@ class _Programs:
 
     def note(self, name: str, args: PyTree) -> None:
         """Count a program that was compiled for the call `name`. Warn if it is the third
-        from the same line whose arguments differ in the code of functions alone."""
+        from the same line whose arguments differ only in the code of functions."""
         level, frame = 1, sys._getframe(1)
         while frame.f_back is not None and _is_internal(frame):
             level, frame = level + 1, frame.f_back
         shapes, codes = _summary(args)
         line = frame.f_code.co_filename, frame.f_lineno, name, shapes
-        earlier = self._codes.setdefault(line, set())
-        if codes in earlier or jax.config.jax_disable_jit:  # pyright: ignore
+        earlier_codes = self._codes.setdefault(line, set())
+        # With `jax_disable_jit` each call is traced, but none is compiled.
+        if codes in earlier_codes or jax.config.jax_disable_jit:  # pyright: ignore
             return
-        earlier.add(codes)
-        if len(earlier) != _WARN_AT:
+        earlier_codes.add(codes)
+        # Not `>=`: one warning for each line is enough.
+        if len(earlier_codes) != _WARN_AT:
             return
         warnings.warn(
             f"`{name}` was compiled {_WARN_AT} times from this line, for functions that "
-            "differ in numbers, rules or callbacks alone. A Python number in a function "
+            "differ only in numbers, rules or callbacks. A Python number in a function "
             "is a part of its code: close over an array instead, such as "
             "`jnp.asarray(number)`. A callback, or a function with a derivative rule "
             "(`jax.custom_jvp`, `jax.custom_vjp`) that is not defined in a module, is "
@@ -59,14 +61,15 @@ programs = _Programs()
 
 
 def _is_internal(frame: types.FrameType) -> bool:
-    """Whether a frame is of a package between the user's code and ours, or of ours."""
+    """Whether a frame belongs to traceax, or to a package between it and user code."""
     module = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in _PACKAGES
 
 
 def _summary(args: PyTree) -> tuple[Hashable, Hashable]:
-    """What compiled programs of the same call have in common, shapes, dtypes, settings
-    and the primitives of functions; and the code of these functions, by identity."""
+    """Two keys of the arguments of a call. The first has shapes, dtypes, settings and the
+    primitives of functions: if it differs, compiling again is expected. The second has
+    the code of the functions, by identity."""
     has_code = lambda x: isinstance(x, EnteredOperator | FlatFunction)  # noqa: E731
     leaves, treedef = jax.tree.flatten(args, is_leaf=has_code)
     codes = [leaf.code for leaf in leaves if has_code(leaf)]
@@ -75,7 +78,7 @@ def _summary(args: PyTree) -> tuple[Hashable, Hashable]:
         if has_code(leaf):
             jaxpr = leaf.code.jaxpr
             avals = tuple(x.aval for x in [*jaxpr.constvars, *jaxpr.invars])
-            return avals, tuple(each.primitive.name for each in jaxpr.eqns)
+            return avals, tuple(equation.primitive.name for equation in jaxpr.eqns)
         return (leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
     return (treedef, tuple(map(summarise, leaves))), tuple(map(id, codes))
