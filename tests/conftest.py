@@ -119,6 +119,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    # Cases of one test call from the same line.
+    line = "ignore:.* was compiled 3 times from this line"
+    config.addinivalue_line("filterwarnings", line)
     # What one worker has compiled, another one or the next run reads, unless it is just
     # being written.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent")

@@ -104,14 +104,11 @@ from ._operators.curvature import (
 from ._operators.data_gram import data_gram
 from ._operators.tags import hermitian_tag
 from ._preconditioners.auto import AutoPreconditioner
-from ._preconditioners.base import (
-    AbstractPreconditioner,
-    AbstractPreconditioning,
-    Preconditioner,
-)
+from ._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from ._preconditioners.diagonal import (
     DiagonalPreconditioner,
 )
+from ._preconditioners.low_rank import Preconditioner
 from ._preconditioners.make import (
     nystrom_preconditioner,
     pivoted_cholesky_preconditioner,

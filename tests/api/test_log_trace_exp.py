@@ -331,7 +331,7 @@ def test_misuse():
     for kind, part, operator, scale, k in (
         (ValueError, "`operator` must be Hermitian", matrix_free(matrix), 1.0, 3),
         (TypeError, "`scale` must be a real number", tagged, 1j, 3),
-        (TypeError, "For several of them", tagged, jnp.ones(2), 3),
+        (TypeError, "For several values", tagged, jnp.ones(2), 3),
         (TypeError, "`scale` must be a real number", tagged, "1", 3),
         (ValueError, "`k` must be at least 1", tagged, 1.0, 0),
     ):

@@ -18,8 +18,6 @@ from traceax._core.code import Code
 from ..helpers import hermitian, PSD
 
 
-# Its own test finds it nevertheless.
-pytestmark = pytest.mark.filterwarnings("ignore:.* was compiled 3 times from this line")
 N, KEY = 5, jax.random.key(0)
 POINT = jnp.asarray(np.linspace(0.1, 1, N))
 MATRIX = jnp.asarray(hermitian(0, np.linspace(0.2, 2, N)))

@@ -295,7 +295,7 @@ def test_exact_trace_and_its_cost(kind):
     if cost > 1:
         chosen = tx.select_trace_estimator(op, cost - 1)
         assert not isinstance(chosen, tx.ExactTraceEstimator)
-        with pytest.raises(ValueError, match=f"needs k={cost}"):
+        with pytest.raises(ValueError, match="or fewer where lineax knows the diagonal"):
             tx.trace(op, tx.ExactTraceEstimator(), k=cost - 1)
 
 

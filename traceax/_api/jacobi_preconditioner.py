@@ -1,10 +1,6 @@
-"""The Jacobi preconditioner, from an estimate of the diagonal.
-
-Its entries are `max(|d_i|, s_i)` for the estimate d_i and its standard error s_i.
-"""
-
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -63,44 +59,43 @@ def jacobi_preconditioner(
     **Returns:**
 
     A preconditioner whose entries are the modulus of each entry of the diagonal, or its
-    standard error where that is larger, and 1 where both are 0. It is constant to
-    derivatives; derivatives of a solve do not depend on it. Pass it where traceax takes a
-    preconditioner, and its `.inverse()` to `lineax.linear_solve`.
+    standard error where that is larger, and 1 where both are 0. It has no derivatives;
+    those of a solve do not depend on it. Pass it where a preconditioner is taken, and
+    `.inverse()` of it to `lineax.linear_solve`.
 
-    Cost: the matvecs and the memory of [`traceax.diagonal`][]. The preconditioner holds
-    one vector of length n, and its matvec costs n operations.
+    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
+    vector of length n, and a product with it costs n operations.
 
     **Raises:**
 
-    The errors of [`traceax.diagonal`][].
+    Errors as [`traceax.diagonal`][].
     """
-    solution = diagonal(
-        operator,
-        estimator,
-        k=k,
-        key=key,
-        state=state,
-        execution=execution,
-        throw=throw,
-    )
+    settings = {"k": k, "key": key, "state": state}
+    settings |= {"execution": execution, "throw": throw}
+    solution = diagonal(operator, estimator, **settings)
     return freeze(
         DiagonalPreconditioner(
-            entries=_positive_entries(solution.value, solution.std_err),
+            entries=_positive_entries(
+                solution.value, solution.std_err, operator.in_structure()
+            ),
             template=operator.in_structure(),
             num_matvecs=solution.stats["num_matvecs"],
         )
     )
 
 
-@jax.jit
-def _positive_entries(value: PyTree[Array], std_err: PyTree[Array]) -> Array:
+@eqx.filter_jit
+def _positive_entries(
+    value: PyTree[Array], std_err: PyTree[Array], structure: PyTree[jax.ShapeDtypeStruct]
+) -> Array:
     dtype = jnp.result_type(*jax.tree.leaves(std_err))
-    entries = to_flat(jax.tree.map(jnp.abs, value), dtype)
-    errors = to_flat(std_err, dtype)
-    # An entry below its error may have any size up to that, and a tiny one would have a
-    # huge inverse. The error bar of a single sample is infinite, and is not used.
+    entries, errors = (
+        to_flat(jax.tree.map(jnp.abs, value), dtype),
+        to_flat(std_err, dtype),
+    )
+    # The error of a single sample is not known.
     size = jnp.maximum(entries, jnp.where(jnp.isfinite(errors), errors, 0))
-    limits = jnp.finfo(dtype)
-    # So that neither an entry nor its inverse overflows.
-    size = jnp.clip(size, limits.tiny, limits.max)
+    # Neither an entry nor its inverse overflows, in the dtype of the operator.
+    largest = min(float(jnp.finfo(leaf.dtype).max) for leaf in jax.tree.leaves(structure))
+    size = jnp.clip(size, 1 / largest, largest)
     return jnp.where((entries > 0) | (jnp.isfinite(errors) & (errors > 0)), size, 1)

@@ -31,6 +31,25 @@ class AbstractQuantity(eqx.Module):
     """A quantity of a matrix that is a sum of rank-one matrices `image left*`: `read`
     computes the contribution of one pair of vectors.
 
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+        import traceax.internal as txi
+
+        class SumOfEntries(tx.AbstractQuantity):
+            def read(self, left, image):
+                return jnp.sum(image) * jnp.sum(left).conj()
+
+        operator = tx.hessian(lambda v: jnp.sum(v) ** 2 / 2, jnp.zeros(100))
+        estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
+        quantity = lambda structure: SumOfEntries()
+        solution = txi.measure(quantity, operator, estimator, k=50, key=key)
+        print(solution.value, "+-", solution.std_err)  # about 10,000
+        ```
+
     **Attributes:**
 
     - `linear`: whether the quantity is linear in the operator.

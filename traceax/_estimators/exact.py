@@ -58,9 +58,9 @@ class ExactTraceEstimator(AbstractEstimator):
             budget = max(budget, k.exact_cost)
         if operator.size > budget:
             raise ValueError(
-                f"`ExactTraceEstimator` needs k={operator.size} matrix-vector products "
-                f"for this operator. Found k={budget}. Raise `k`, or use "
-                "`traceax.AutoTraceEstimator`."
+                f"`ExactTraceEstimator` needs k={operator.size} matrix-vector products, "
+                f"or fewer where lineax knows the diagonal. Found k={budget}. Raise `k`, "
+                "or use `traceax.AutoTraceEstimator`."
             )
         return exact(quantity, operator, execution)
 

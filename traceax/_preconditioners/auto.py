@@ -38,7 +38,8 @@ from .._numerics.nystrom import GrowingNystrom
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
-from .base import AbstractPreconditioning, Preconditioner
+from .base import AbstractPreconditioning
+from .low_rank import Preconditioner
 from .make import assemble, FIRST_PROBE
 
 

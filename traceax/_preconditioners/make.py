@@ -31,7 +31,7 @@ from .._operators.diagonal import diagonal_cost
 from .._operators.door import enter
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
-from .base import Preconditioner
+from .low_rank import Preconditioner
 
 
 # The index of the first probe of a preconditioner. An estimate that is given the same key
