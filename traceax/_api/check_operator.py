@@ -1,3 +1,5 @@
+"""Test an operator on a few random vectors, which show violations but prove nothing."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,22 +27,23 @@ from .operator_report import Notes, OperatorReport
 from .spectral_density import spectral_density
 
 
-# Relative deviations of products up to this, or up to this many machine epsilons, are
-# taken for their errors, such as those of an inner solve.
+# Relative deviations up to this, or up to this many machine epsilons, count as errors of
+# the matvecs, such as those of an inner solve. Larger ones are violations.
 _TOLERANCE, _EPSILONS = 1e-3, 8
-# Above this many machine epsilons they are said to be more than rounding.
+# Deviations above this many machine epsilons are reported as more than rounding.
 _ROUNDING = 1000
+# Lanczos steps, most of the cost of a report. A few more would hardly show more.
 _STEPS = 16
 
 
 def check_operator(
     operator: lx.AbstractLinearOperator, *, key: PRNGKeyArray | None
 ) -> OperatorReport:
-    """Find out, from about 25 products, what an operator is: whether it is linear,
-    deterministic, the same under `jax.vmap`, of the shape and dtype that it says, and
-    Hermitian and semidefinite as its tags say; and which tag and estimator fit.
+    """Test an operator with about 25 matvecs: whether it is linear, deterministic, the
+    same under `jax.vmap`, of the shape and dtype that it declares, and Hermitian and
+    semidefinite as its tags say. Also say which tag and estimator fit it.
 
-    For an operator that is new, or an answer that looks wrong. Random vectors prove
+    Use it for a new operator, or when an answer looks wrong. Random vectors prove
     nothing, least of all that an operator is semidefinite.
 
     !!! Example
@@ -67,8 +70,8 @@ def check_operator(
 
     **Returns:**
 
-    A [`traceax.OperatorReport`][]. Whatever is wrong with the operator is reported and
-    not raised. Memory is about 20 vectors.
+    A [`traceax.OperatorReport`][]. Problems of the operator are reported and not raised.
+    Memory is about 20 vectors of length n.
 
     **Raises:**
 
@@ -87,20 +90,20 @@ def check_operator(
         )
     notes = Notes()
     with standard_promotion():
-        _examine(operator, key, notes)
+        _examine(operator, key=key, notes=notes)
     structure, name = operator.in_structure(), type(operator).__name__
     kinds = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(structure)})
     size = f"vectors of {operator.in_size()} numbers ({', '.join(kinds)})"
     return notes.report(f"{name} on {size}")
 
 
-def _attempt(fn: Callable[..., Any], *args: Any, **settings: Any) -> tuple[Any, str]:
-    """The result and "", or None and what was raised, in words."""
+def _attempt(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+    """The result and "", or None and the message of the error that was raised."""
     try:
-        return fn(*args, **settings), ""
+        return fn(*args, **kwargs), ""
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        # The last line of an error from the host says what it was.
+        # An error from the host is a traceback, whose last line is the message.
         line = lines[-1 if "Traceback" in lines[0] else 0]
         return None, line or type(error).__name__
 
@@ -108,7 +111,7 @@ def _attempt(fn: Callable[..., Any], *args: Any, **settings: Any) -> tuple[Any, 
 def _examine(
     operator: lx.AbstractLinearOperator, key: PRNGKeyArray, notes: Notes
 ) -> None:
-    """Until a problem leaves nothing to be tested."""
+    """Run the tests, until a problem makes the others meaningless."""
     _, error = _attempt(operator.out_structure)
     if error:
         notes.problems.append(f"It cannot be traced: {error}")
@@ -121,10 +124,10 @@ def _examine(
     notes.eps = float(jnp.finfo(precision).eps)
     notes.allowed = max(_TOLERANCE, _EPSILONS * notes.eps)
     vectors = _draw(key, operator.in_size(), dtype)
-    products, error = _attempt(_products, operator, vectors, notes)
+    products, error = _attempt(_compute_products, operator, vectors, notes)
     if error:
         notes.problems.append(f"A product raises an error: {error}")
-    if products is None or not _is_deterministic(products, notes):
+    if products is None or not _test_deterministic(products, notes):
         return
     _test_vmap(operator, vectors, products, notes)
     _, refusal = _attempt(eqx.filter_eval_shape, _flat_product, operator)
@@ -132,19 +135,20 @@ def _examine(
     if not notes.fields["linear"]:
         return
     if refusal:
-        notes.problems.append(f"It is refused, linear as it looks: {refusal}")
+        notes.problems.append(f"It looks linear, but is refused: {refusal}")
         return
     _, error = _attempt(check_is_operator, operator)
     if error:
         notes.findings.append(f"Only `traceax.schatten_norm` takes it: {error}")
         return
-    before = len(notes.problems)
+    num_problems = len(notes.problems)
     asymmetry = _test_hermitian(operator, vectors, products, notes)
     if notes.fields["hermitian"]:
+        # The rounding errors of sums of n terms grow like the root of n.
         rounding = (4 + operator.in_size() ** 0.5) * notes.eps
         noise = max(rounding, deviation, asymmetry)
-        _test_semidefinite(operator, key, noise, notes)
-    if len(notes.problems) == before:
+        _test_semidefinite(operator, key=key, noise=noise, notes=notes)
+    if len(notes.problems) == num_problems:
         _recommend(operator, notes)
 
 
@@ -167,8 +171,8 @@ def _flat_product(operator, adjoint=False) -> Any:
 
 @eqx.filter_jit
 def _draw(key: PRNGKeyArray, n: int, dtype: Any) -> list[Any]:
-    """Vectors v, w, u, v + w, -v / 4, 0 and v again, with entries from -2 to 2 that are
-    exact in any dtype."""
+    """Vectors v, w, u, v + w, -v / 4, 0 and v again. Their entries, from -2 to 2, are
+    exact in any dtype, so that deviations are those of the operator alone."""
 
     def sixteenths(key):
         signs = jr.rademacher(jr.fold_in(key, 0), (3, n), dtype)
@@ -181,29 +185,31 @@ def _draw(key: PRNGKeyArray, n: int, dtype: Any) -> list[Any]:
     return [v, w, u, v + w, -v / 4, 0 * v, v]
 
 
-def _products(
+def _compute_products(
     operator: lx.AbstractLinearOperator, vectors: list[Any], notes: Notes
 ) -> np.ndarray | None:
-    """The products with all vectors, one by one, or None where they are not finite or not
-    what the operator says."""
+    """The products with all vectors, one by one, or None if they are not finite or not
+    of the declared structure."""
 
     def summary(structure):
         leaves, tree = jax.tree.flatten(structure)
         return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    says, products = operator.out_structure(), []
+    declared, products = operator.out_structure(), []
     for vector in vectors:
         product = _product(operator, vector)
         notes.fields["num_matvecs"] = len(products) + 1
-        if summary(product) != summary(says):
+        if summary(product) != summary(declared):
             notes.fields["as_declared"] = False
-            made = eqx.filter_eval_shape(_product, operator, vector)
+            actual = eqx.filter_eval_shape(_product, operator, vector)
             notes.problems.append(
-                f"Products have the structure {made}, and `out_structure()` says {says}."
+                f"Products have the structure {actual}, and `out_structure()` says "
+                f"{declared}."
             )
             return None
         products.append(_on_host(to_flat(product, vector.dtype)))
     notes.fields["as_declared"] = True
+    # Without the product with 0, where `v / norm(v)` is NaN: that map is not linear.
     passed = notes.test(
         "finite",
         bool(np.isfinite(np.delete(products, 5, axis=0)).all()),
@@ -214,14 +220,14 @@ def _products(
     return np.stack(products) if passed else None
 
 
-def _is_deterministic(products: np.ndarray, notes: Notes) -> bool:
+def _test_deterministic(products: np.ndarray, notes: Notes) -> bool:
     change = _norm(products[6] - products[0]) / _size(products)
     return notes.test(
         "deterministic",
         change <= notes.allowed,
         f"The same vector gives the same product again{_up_to(change)}.",
-        f"The same vector gives another product the next time, by {change:.0e} of its "
-        "size. Fix what is random in it, such as a key or a choice of data.",
+        "The same vector gives another product the next time: they differ by "
+        f"{change:.0e} of their size. Fix the random key or the choice of data in it.",
     )
 
 
@@ -276,7 +282,9 @@ def _test_hermitian(
     products: np.ndarray,
     notes: Notes,
 ) -> float:
-    """About `||A - A*||_F / ||A||_F`."""
+    """An estimate of `||A - A*||_F / ||A||_F`."""
+    # v* A w and the conjugate of w* A v differ by v* (A - A*) w. For entries of size one
+    # this is about ||A - A*||_F, and `size` is about ||A||_F.
     inputs, products = np.stack([_on_host(x) for x in vectors[:3]]), products[:3]
     forms = inputs.conj() @ products.T
     size = _norm(inputs) * _norm(products) / 3 / operator.in_size() ** 0.5 or 1.0
@@ -296,9 +304,10 @@ def _test_hermitian(
         )
     else:
         notes.findings.append(f"It is not {kind}, and has no tag that says so.")
-    expected, found = products[0] * inputs[1], products[1] * inputs[0]
-    wrong = _norm(found - expected) > notes.allowed * _norm(expected)
-    if lx.is_diagonal(operator) and wrong:
+    # For A = diag(a) both are a v w, entry by entry.
+    av_w, aw_v = products[0] * inputs[1], products[1] * inputs[0]
+    differ = _norm(aw_v - av_w) > notes.allowed * _norm(av_w)
+    if lx.is_diagonal(operator) and differ:
         notes.problems.append("It is tagged diagonal, and is not. Leave the tag out.")
     return asymmetry
 
@@ -311,12 +320,12 @@ def _test_semidefinite(
     density = spectral_density(tagged, k=1, num_steps=steps, key=key, throw=False)
     notes.fields["num_matvecs"] += steps
     nodes = _on_host(density.nodes)
-    least, largest = float(np.min(nodes)), float(np.max(nodes))
-    floor = noise * max(-least, largest)
-    found = f"Ritz values from {least:.3g} to {largest:.3g}"
-    notes.findings.append(f"{found} in {steps} Lanczos steps.")
+    smallest, largest = float(np.min(nodes)), float(np.max(nodes))
+    floor = noise * max(-smallest, largest)
+    ritz_range = f"Ritz values from {smallest:.3g} to {largest:.3g}"
+    notes.findings.append(f"{ritz_range} in {steps} Lanczos steps.")
     tag = hermitian_tag if is_complex(operator) else lx.symmetric_tag
-    positive, negative = least >= -floor, largest <= floor
+    positive, negative = smallest >= -floor, largest <= floor
     says_positive = lx.is_positive_semidefinite(operator)
     says_negative = lx.is_negative_semidefinite(operator)
     for sign, fits, says, stronger in (
@@ -325,23 +334,23 @@ def _test_semidefinite(
     ):
         if says and not fits:
             notes.problems.append(
-                f"It is tagged {sign} semidefinite, and is not: {found}. Leave the tag "
-                "out."
+                f"It is tagged {sign} semidefinite, and is not: {ritz_range}. Leave the "
+                "tag out."
             )
         if fits:
             tag = stronger
         if fits and not (says_positive or says_negative):
             notes.findings.append(
-                f"All have one sign. If you know that of the other eigenvalues, "
+                "All have one sign. If you know that all eigenvalues do, "
                 f"`lineax.{sign}_semidefinite_tag` fits."
             )
-    if (positive or negative) and min(abs(least), abs(largest)) <= floor:
+    if (positive or negative) and min(abs(smallest), abs(largest)) <= floor:
         notes.findings.append(
-            "It cannot be told from a singular one, of which logarithms and inverses are "
-            "infinite: add a multiple of the identity there."
+            "It cannot be told from a singular one, whose logarithm and inverse are "
+            "infinite: for these, add a multiple of the identity."
         )
     notes.fields |= {
-        "ritz_values": (least, largest),
+        "ritz_values": (smallest, largest),
         "semidefinite": positive or negative,
         "tag": tag,
     }
@@ -354,16 +363,16 @@ def _recommend(operator: lx.AbstractLinearOperator, notes: Notes) -> None:
         adjoint = not error
     if not adjoint:
         notes.findings.append(
-            "JAX cannot make products with its adjoint, which diagonals by default and "
-            "log-determinants take where there is no tag. Diagonals by "
-            "`traceax.HutchinsonEstimator()` take none."
+            "JAX cannot make products with its adjoint. Without a tag, log-determinants "
+            "and the default estimator of diagonals need them. "
+            "`traceax.HutchinsonEstimator()` does not."
         )
     tagged = operator if tag is None else lx.TaggedLinearOperator(operator, tag)
-    estimator, now = (select_trace_estimator(each, 2) for each in (tagged, operator))
+    estimator, untagged = (select_trace_estimator(x, 2) for x in (tagged, operator))
     notes.fields |= {"adjoint": adjoint, "estimator": estimator}
     text = f"`traceax.trace` takes `traceax.{estimator.name}`"
-    if estimator.name != now.name:
-        text += f" with that tag, and `traceax.{now.name}` without it"
+    if estimator.name != untagged.name:
+        text += f" with that tag, and `traceax.{untagged.name}` without it"
     cost = diagonal_cost(operator)
     exact = "for any k, by the known diagonal" if cost == 0 else f"from k={cost} on"
     notes.findings.append(f"{text}. It is exact {exact}.")
@@ -375,13 +384,13 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _norm(x: np.ndarray) -> float:
-    """Without overflow or underflow."""
+    """The Frobenius norm, without overflow or underflow."""
     largest = float(np.max(np.abs(x))) or 1.0
     return largest * float(np.sqrt(np.sum(np.abs(x / largest) ** 2)))
 
 
 def _size(products: np.ndarray) -> float:
-    """That of a product, which deviations are divided by."""
+    """The norm of a product, by which deviations are divided."""
     return _norm(products[:3]) / 3**0.5 or 1.0
 
 

@@ -1,3 +1,5 @@
+"""The diagonal of an operator, and the traces of its diagonal blocks."""
+
 from __future__ import annotations
 
 import lineax as lx
@@ -25,7 +27,7 @@ def diagonal(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate the diagonal of a square linear operator from `k` products with vectors.
+    """Estimate the diagonal of a square linear operator from `k` matvecs.
 
     !!! Example
 
@@ -51,13 +53,13 @@ def diagonal(
         PyTrees, of any floating dtype.
     - `estimator`: which estimator to use. Default: [`traceax.AutoDiagonalEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
-        `jax.jit`), which is never exceeded; products with the adjoint count. With
-        `k >= n` the answer is exact, and where lineax knows the diagonal no product is
+        `jax.jit`), which is never exceeded; matvecs with the adjoint count. With
+        `k >= n` the answer is exact, and where lineax knows the diagonal no matvec is
         made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
         tolerance, in the norm `traceax.Adaptive(norm=...)`.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
-    - `execution`: where and how many at a time products are made.
+    - `execution`: where matvecs are made, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
     **Returns:**
@@ -68,8 +70,8 @@ def diagonal(
     m - 1 degrees of freedom. The estimate is unbiased; with the default estimator there
     is a [small bias][traceax.AutoDiagonalEstimator]. Operators in bfloat16 or float16
     are applied in their own dtype; everything else is float32, and so are `value` and
-    `std_err`. Memory is that of the estimator, for the default about `6.6 k` vectors of
-    length n, and `6.2 k` with a semidefinite tag.
+    `std_err`. The estimator determines the memory: the default takes about `6.6 k`
+    vectors of length n, and `6.2 k` with a semidefinite tag.
 
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an estimate of the derivative of the diagonal,
@@ -77,12 +79,19 @@ def diagonal(
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    The errors of [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "state": state}
-    settings |= {"execution": execution, "throw": throw}
-    return measure(Diagonal.of, operator, estimator, **settings)
+    return measure(
+        Diagonal.of,
+        operator,
+        estimator,
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )
 
 
 @operator_first
@@ -97,7 +106,7 @@ def leaf_traces(
     throw: bool = True,
 ) -> Solution:
     """Estimate the trace of each diagonal block that belongs to a leaf of the operator's
-    PyTree, from the same products: of a Hessian, a trace for each layer.
+    PyTree, from the same matvecs. For a Hessian this is a trace for each layer.
 
     !!! Example
 
@@ -118,22 +127,30 @@ def leaf_traces(
 
     - `operator`, `estimator`, `key`, `state`, `execution`, `throw`: as for
         [`traceax.trace`][].
-    - `k`: likewise; with [`traceax.Adaptive`][] the errors of all traces together are
-        compared with the tolerance, in the norm `traceax.Adaptive(norm=...)`.
+    - `k`: as for [`traceax.trace`][]; with [`traceax.Adaptive`][] the errors of all
+        traces together are compared with the tolerance, in the norm
+        `traceax.Adaptive(norm=...)`.
 
     **Returns:**
 
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
-    structure with a scalar for each leaf. The values sum to that of [`traceax.trace`][]
-    with the same key and estimator, to rounding. `stats["num_samples"]` is the number
-    of samples. Products and derivatives are those of `traceax.trace`, and memory is up to
-    1.3 times as much.
+    structure with a scalar for each leaf. Up to rounding, the values sum to the value of
+    [`traceax.trace`][] with the same key and estimator. `stats["num_samples"]` is the
+    number of samples. Matvecs and derivatives are the same as with `traceax.trace`, and
+    memory is up to 1.3 times as much.
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    The errors of [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate traces of leaves.
     """
-    settings = {"k": k, "key": key, "state": state}
-    settings |= {"execution": execution, "throw": throw}
-    return measure(LeafTraces.of, operator, estimator, **settings)
+    return measure(
+        LeafTraces.of,
+        operator,
+        estimator,
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )

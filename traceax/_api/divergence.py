@@ -1,3 +1,8 @@
+"""The divergence of a vector field f: the trace of its Jacobian J, from `w* J* w`.
+
+The matvecs `J* w` are those of `jax.vjp` (FFJORD, Grathwohl et al. 2019).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,16 +36,16 @@ def divergence(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> tuple[_Point, Solution]:
-    """A vector field and its divergence, the trace of its Jacobian, from one evaluation.
+    """Evaluate a vector field and its divergence, the trace of its Jacobian.
 
     Continuous normalizing flows need both at each step (Grathwohl et al., 2019), and so
-    does score matching. Products are made in reverse mode, with the transpose of the
-    Jacobian, whose trace is the same: that is the cheaper mode where the result is
-    differentiated again. For a batch of points, use `jax.vmap`.
+    does score matching. The matvecs are vector-Jacobian products, in reverse mode: the
+    transpose of the Jacobian has the same trace, and this mode is cheaper where the
+    result is differentiated again. For a batch of points, use `jax.vmap`.
 
-    Cost: one evaluation of `fn`, and `k` vector-Jacobian products. Memory: what reverse
-    mode keeps of that evaluation, and for each probe of a block what goes backward
-    through `fn`; with an estimator that has a basis, its vectors too.
+    Cost: one evaluation of `fn`, and `k` vector-Jacobian products. Memory: the residuals
+    of that evaluation for reverse mode, the cotangents of `fn` for each probe of a block,
+    and the vectors of the estimator's basis if it has one.
 
     !!! Example
 
@@ -63,21 +68,21 @@ def divergence(
     - `fn`: a differentiable function.
     - `x`: the point, a PyTree of n real floating-point numbers in all.
     - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
-    - `k`: the number of products, as for [`traceax.trace`][]. Default: the exact
-        divergence, by n products.
+    - `k`: the number of matvecs, as for [`traceax.trace`][]. Default: the exact
+        divergence, from n matvecs.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes
         fixed along a path, as an integrator of high order needs, pass the same key.
 
     **Returns:**
 
     `fn(x)`, and a [`traceax.Solution`][] whose `value` is the divergence. Derivatives of
-    both are right, to all orders; those of an estimate are unbiased.
+    both are correct, to all orders; derivatives of an estimate are unbiased.
 
     **Raises:**
 
     - `TypeError`: `x` is not of real floating-point arrays.
-    - `ValueError`: `fn(x)` has not the structure, shapes and dtypes of `x`.
-    - Errors as [`traceax.trace`][].
+    - `ValueError`: `fn(x)` does not have the structure, shapes and dtypes of `x`.
+    - The errors of [`traceax.trace`][].
 
     ??? cite
 
@@ -95,16 +100,25 @@ def divergence(
     check_point(x)
     x = jax.tree.map(jnp.asarray, x)
     value, pullback = jax.vjp(lambda x: jax.tree.map(jnp.asarray, fn(x)), x)
-    structure, found = _structure(x), _structure(value)
-    if found != structure:
+    structure, image = _structure(x), _structure(value)
+    if image != structure:
         raise ValueError(
             "`fn(x)` must have the structure, shapes and dtypes of `x`. Found "
-            f"{found} for {structure}."
+            f"{image} for {structure}."
         )
+    # The evaluation above is shared by all matvecs: a Jacobian operator of `fn` would
+    # repeat it.
     transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
-    settings = {"key": key, "state": state, "execution": execution, "throw": throw}
-    budget = transposed.in_size() if k is None else k
-    return value, trace(transposed, estimator, k=budget, **settings)
+    solution = trace(
+        transposed,
+        estimator,
+        k=transposed.in_size() if k is None else k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )
+    return value, solution
 
 
 def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:

@@ -1,3 +1,18 @@
+"""The trace of an operator A_t that changes slowly, by DeltaShift.
+
+From the trace T_(t-1) of the last operator, and m probes w_i,
+
+    T_t = (1 - gamma) T_(t-1) + (1 / m) sum_i w_i* (A_t - (1 - gamma) A_(t-1)) w_i.
+
+Its variance is (1 - gamma)^2 Var T_(t-1) plus (2 / m) ||A_t - (1 - gamma) A_(t-1)||_F^2
+for real Gaussian probes. In a steady state, where Var T_t = Var T_(t-1), the smallest one
+has 1 - gamma = (1 - sqrt(1 - rho^2)) / rho, with
+rho = 2 Re <A_t, A_(t-1)> / (||A_t||_F^2 + ||A_(t-1)||_F^2).
+
+In `_update` 1 - gamma is `keep`, rho is `ratio`, `before` and `after` are the matvecs of
+A_(t-1) and A_t with the probes. Dharangutte and Musco, Dynamic Trace Estimation, 2021.
+"""
+
 import dataclasses
 from collections.abc import Callable, Hashable
 
@@ -25,7 +40,7 @@ from .trace import trace
 
 
 class DynamicState(eqx.Module):
-    """What [`traceax.DynamicTrace`][] knows between updates.
+    """The state of [`traceax.DynamicTrace`][] between updates.
 
     !!! Example
 
@@ -44,16 +59,16 @@ class DynamicState(eqx.Module):
 
     **Attributes:**
 
-    - `parameters`: of the operator.
-    - `value`, `std_err`: its trace, and the standard error of that, of shape `()`.
-    - `remainder`: what the rounding of `value` has left out, of shape `()`: updates may
-        be smaller than its last digit, and add up.
-    - `scarcity`: what `std_err` has been widened for, of shape `()`: one over the number
-        of probes of the updates that it is known from. 0 before the first update, when
-        it is that of another estimate.
-    - `count`: how many updates there were, an integer of shape `()`.
-    - `key`: the data of the one from which the probes of all further ones are drawn, so
-        that states can be saved; `impl` names its generator.
+    - `parameters`: the parameters of the operator.
+    - `value`, `std_err`: the trace and its standard error, of shape `()`.
+    - `remainder`: the rounding error of `value`, of shape `()`. Updates may be smaller
+        than the last digit of `value`, and add up.
+    - `scarcity`: one over the effective number of probes behind `std_err`, which has been
+        widened accordingly, of shape `()`. 0 before the first update, when `std_err` is
+        the error bar of the first estimate.
+    - `count`: the number of updates, an integer of shape `()`.
+    - `key`: the data of the key from which the probes of all updates are drawn. States
+        can be saved, since it is an array of integers; `impl` names its generator.
     """
 
     parameters: PyTree
@@ -67,17 +82,18 @@ class DynamicState(eqx.Module):
 
 
 class DynamicTrace(eqx.Module):
-    r"""The trace of an operator that changes slowly, as during training: DeltaShift.
+    r"""Follow the trace of an operator that changes slowly, as during training, by
+    DeltaShift.
 
-    Each update estimates the trace of a difference, which is small where the operator has
-    changed little, and so needs few products:
+    Each update estimates the trace of a difference, which is small if the operator has
+    changed little, and so needs few matvecs:
 
     $$T_t = (1 - \gamma)\, T_{t-1} + \frac1m \sum_i
       \omega_i^* (A_t - (1 - \gamma) A_{t-1})\, \omega_i.$$
 
-    The $\gamma$ with the least variance in the long run is estimated from the same
-    products: $1 - \gamma = (1 - \sqrt{1 - \rho^2}) / \rho$ with $\rho = 2 \mathrm{Re}\,
-    \langle A_t, A_{t-1} \rangle / (\|A_t\|_F^2 + \|A_{t-1}\|_F^2)$. Where the operator
+    The $\gamma$ with the smallest variance in the long run is estimated from the same
+    matvecs: $1 - \gamma = (1 - \sqrt{1 - \rho^2}) / \rho$ with $\rho = 2 \mathrm{Re}\,
+    \langle A_t, A_{t-1} \rangle / (\|A_t\|_F^2 + \|A_{t-1}\|_F^2)$. If the operator
     changes much at once, $\gamma$ is near 1, and the estimate starts afresh.
 
     !!! Example
@@ -101,11 +117,11 @@ class DynamicTrace(eqx.Module):
 
     - `operator`: a function from parameters, a PyTree of arrays, to a square `lineax`
         operator, such as `lambda p: traceax.hessian(loss, p)`.
-    - `num_probes`: m, 2 or more. An update costs `2 * num_probes` products, m with each
+    - `num_probes`: m, 2 or more. An update costs `2 * num_probes` matvecs, m with each
         operator, `O(n m)` operations, and holds `3 m` vectors of length n: the probes and
-        their products with both operators.
-    - `sampler`: distribution of the probes.
-    - `execution`: where and how many at a time products are made.
+        their matvecs with both operators.
+    - `sampler`: the distribution of the probes.
+    - `execution`: where matvecs are made, and how many at a time.
 
     ??? cite
 
@@ -140,14 +156,14 @@ class DynamicTrace(eqx.Module):
     def init(
         self, parameters: PyTree, *, key: PRNGKeyArray, k: int, throw: bool = True
     ) -> Solution:
-        """A first estimate, by Hutchinson's estimator.
+        """Make a first estimate, by Hutchinson's estimator.
 
         **Arguments:**
 
-        - `parameters`: of the operator.
+        - `parameters`: the parameters of the operator.
         - `key`: a JAX PRNG key, for this and all updates.
-        - `k`: the number of products: 2 or more for an error bar, without which the first
-            update starts afresh; with `k >= n` exact.
+        - `k`: the number of matvecs. An error bar needs 2 or more; without one the first
+            update starts afresh. With `k >= n` the estimate is exact.
         - `throw`: as in [`traceax.trace`][].
 
         **Returns:**
@@ -157,15 +173,15 @@ class DynamicTrace(eqx.Module):
 
         **Raises:**
 
-        As [`traceax.trace`][].
+        The errors of [`traceax.trace`][].
         """
         check_key(key)
-        first, rest = jr.split(require_key(key))
+        init_key, update_key = jr.split(require_key(key))
         solution = trace(
             self.operator(parameters),
             HutchinsonEstimator(self.sampler),
             k=k,
-            key=first,
+            key=init_key,
             execution=self.execution,
             throw=throw,
         )
@@ -177,8 +193,8 @@ class DynamicTrace(eqx.Module):
             remainder=jax.device_put(np.zeros((), solution.value.dtype)),
             scarcity=jax.device_put(np.zeros((), solution.std_err.dtype)),
             count=jax.device_put(np.zeros((), np.int32)),
-            key=jr.key_data(rest),
-            impl=jr.key_impl(rest),
+            key=jr.key_data(update_key),
+            impl=jr.key_impl(update_key),
         )
         return eqx.tree_at(
             lambda x: x.state, solution, state, is_leaf=lambda x: x is None
@@ -187,26 +203,27 @@ class DynamicTrace(eqx.Module):
     def update(
         self, state: DynamicState, parameters: PyTree, *, throw: bool = True
     ) -> Solution:
-        """The trace for new parameters.
+        """Estimate the trace for new parameters.
 
         **Arguments:**
 
-        - `state`: of the last solution.
-        - `parameters`: a PyTree like the one before.
+        - `state`: the state of the last solution.
+        - `parameters`: a PyTree like the last parameters.
         - `throw`: as in [`traceax.trace`][].
 
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
-        the value, and no less than its rounding error. `stats` has `"num_matvecs"`, and
-        `"gamma"`: 0 where the last estimate is kept whole, and 1 where it is discarded.
+        the value, and is at least its rounding error. `stats` has `"num_matvecs"`, and
+        `"gamma"`: 0 if the last estimate is fully kept, and 1 if it is discarded.
 
         **Raises:**
 
-        - `TypeError`: `state` is not that of a solution; the operator is not of lineax.
-        - `ValueError`: the operator for the new parameters has another structure than the
-            one for the old ones, or is not square.
-        - An `equinox` run-time error with `throw=True`: a product was not finite.
+        - `TypeError`: `state` is not the state of a solution; the operator is not a
+            `lineax` operator.
+        - `ValueError`: the operator for the new parameters is not square, or its
+            structure differs from that of the operator for the last parameters.
+        - An `equinox` run-time error with `throw=True`: a matvec was not finite.
         """
         if not isinstance(state, DynamicState):
             raise TypeError(
@@ -214,9 +231,15 @@ class DynamicTrace(eqx.Module):
                 f"an object of type {type(state).__name__}. Pass, for example, "
                 "`dynamic.init(parameters, key=key, k=k).state`."
             )
-        arguments = (self, state, parameters)
-        name, execution = type(self).__name__, self.execution
-        return call(_update, *arguments, name=name, execution=execution, throw=throw)
+        return call(
+            _update,
+            self,
+            state,
+            parameters,
+            name=type(self).__name__,
+            execution=self.execution,
+            throw=throw,
+        )
 
 
 def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> Solution:
@@ -231,39 +254,46 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
             f"Found in_structure()={after}, and before it {before}."
         )
     old, new = (flatten(operator).frozen for operator in operators)
+    # Fresh probes: with those of an earlier update the errors would be correlated.
     key = jr.fold_in(jr.wrap_key_data(state.key, impl=state.impl), state.count)
     probes = draw_for(new, dynamic.sampler, key, jnp.arange(m))
     products = [_apply(execution, each, probes) for each in (old, new)]
+    # Scaled, so that squares neither overflow nor underflow.
     products, scale = normalise(jnp.concatenate(products, axis=1))
     before, after = jnp.split(products, 2, axis=1)
     # NOTE: the paper takes gamma from the same probes and from the variance carried
     # along. Both are correlated with the error, and over many updates the bias adds up.
     # We take the gamma of the steady state, for each half of the probes from the other
     # half, so that T is unbiased.
+    # rho is `ratio`, and 1 - gamma is `keep`, one for each probe. In the form
+    # rho / (1 + sqrt(1 - rho^2)) it has no cancellation, and is 0 for rho = 0.
     norms = _mean_of_others(jnp.sum(jnp.abs(before) ** 2 + jnp.abs(after) ** 2, axis=0))
     cross = 2 * _mean_of_others(jnp.sum((before.conj() * after).real, axis=0))
     ratio = jnp.clip(cross / jnp.where(norms > 0, norms, 1), 0, 1)
-    known = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
-    keep = jnp.where(known, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
-    kept = jnp.mean(keep)
-    # All is kept but for a little, or little is. Rounding is relative to that little: if
-    # relative to the whole, it would be the same in each update, and add up.
-    most = jnp.round(kept)
-    little = keep - most
-    change = (after - most * before) - little * before
+    # Without an error bar the last estimate is discarded.
+    usable = jnp.isfinite(state.std_err) & jnp.isfinite(state.value)
+    keep = jnp.where(usable, ratio / (1 + jnp.sqrt(1 - ratio**2)), 0)
+    mean_keep = jnp.mean(keep)
+    # `keep` is near 1 or near 0; the remainder is handled separately, so that rounding
+    # errors are relative to it. Errors relative to `before` would be the same in each
+    # update, and add up.
+    nearest = jnp.round(mean_keep)
+    offset = keep - nearest
+    change = (after - nearest * before) - offset * before
     # A quadratic form in D has at most the variance 2 ||D||_F^2 = 2 E||D w||^2.
     sampled = scale * jnp.linalg.norm(change) * 2**0.5 / m
-    scarcity = jnp.where(known, state.scarcity, 0)
-    carried = kept * jnp.where(known, state.std_err / _widening(scarcity), 0)
+    scarcity = jnp.where(usable, state.scarcity, 0)
+    carried = mean_keep * jnp.where(usable, state.std_err / _widening(scarcity), 0)
     std_err = jnp.hypot(carried, sampled)
-    # Satterthwaite's number of probes, of which those behind older parts are more.
+    # Satterthwaite: for variances v_j, each estimated from m_j probes, the sum is worth m
+    # probes with (sum v_j)^2 / m = sum v_j^2 / m_j.
     share = (carried / jnp.where(std_err > 0, std_err, 1)) ** 2
     scarcity = share**2 * scarcity + (1 - share) ** 2 / m
     std_err = std_err * _widening(scarcity)
-    last = jnp.where(known, state.value, 0)
-    remainder = jnp.where(known, state.remainder, 0)
-    moved = scale * jnp.sum(probes.conj() * change) / m + jnp.mean(little) * last
-    value, remainder = _two_sum(most * last, moved + kept * remainder)
+    last = jnp.where(usable, state.value, 0)
+    remainder = jnp.where(usable, state.remainder, 0)
+    increment = scale * jnp.sum(probes.conj() * change) / m + jnp.mean(offset) * last
+    value, remainder = _two_sum(nearest * last, increment + mean_keep * remainder)
     std_err = jnp.maximum(std_err, new.rounding * jnp.abs(value))
     value, remainder, std_err, scarcity = jax.lax.stop_gradient(
         (value, remainder, std_err, scarcity)
@@ -277,32 +307,33 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
         scarcity=scarcity,
         count=state.count + 1,
     )
-    stats = {"num_matvecs": 2 * m, "gamma": 1 - kept, "std.err": std_err}
+    stats = {"num_matvecs": 2 * m, "gamma": 1 - mean_keep, "std.err": std_err}
     result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
-    return Solution(value, std_err, result, stats, state)
+    return Solution(value=value, std_err=std_err, result=result, stats=stats, state=state)
 
 
 def _apply(execution: AbstractExecution, operator: FlatOperator, probes: Array) -> Array:
+    # Products in reduced precision would differ by more than the operators do.
     with full_precision(lambda x: execution.matmat(operator, x)) as matmat:
         return matmat(probes)
 
 
 def _two_sum(a: Inexact[Array, ""], b: Inexact[Array, ""]) -> tuple[Array, Array]:
-    """The sum as it is rounded, and what was lost by that (Knuth)."""
+    """The rounded sum, and its rounding error (Knuth's two-sum)."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)
 
 
 def _widening(scarcity: Real[Array, ""]) -> Real[Array, ""]:
-    """How much larger an error bar from few probes has to be: that of a rank-one change
-    is small just when the estimate is far off. Fitted to such changes, for 2 probes or
-    more."""
+    """The factor by which an error bar from few probes is widened. For a rank-one change
+    the bar is small exactly when the estimate is far off. Fitted to such changes, for 2
+    probes or more."""
     return 1 + scarcity + 4 * scarcity**2
 
 
 def _mean_of_others(x: Real[Array, " m"]) -> Real[Array, " m"]:
-    """For each probe the mean over the half of the probes that it is not in."""
+    """For each probe, the mean over the other half of the probes."""
     half = len(x) // 2
     first, second = jnp.mean(x[:half]), jnp.mean(x[half:])
     return jnp.where(jnp.arange(len(x)) < half, second, first)

@@ -1,3 +1,12 @@
+"""Functions of a Hermitian operator as operators.
+
+With the basis V and the tridiagonal T of `num_steps` Lanczos steps from v, a matvec is
+
+    f(A) v ~ ||v|| V f(T) e_1
+
+(Saad 1992). `_functions/action.py` implements it.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +27,10 @@ def function_of(
     function: AbstractSpectralFunction | Callable[[Any], Any],
     num_steps: int,
 ) -> lx.FunctionLinearOperator:
-    """$f(A)$ as an operator: each product $f(A) v$ by `num_steps` steps of Lanczos.
+    """$f(A)$ as an operator: each matvec $f(A) v$ takes `num_steps` steps of Lanczos.
 
-    Hand it to [`traceax.trace`][] to use Hutch++, XTrace or XNysTrace on $f(A)$, to
-    `lineax.diagonal`, or multiply with it.
+    Pass it to [`traceax.trace`][] to use Hutch++, XTrace or XNysTrace on $f(A)$, or to
+    `lineax.diagonal`, or call its `mv`.
 
     !!! Example
 
@@ -43,30 +52,30 @@ def function_of(
     - `operator`: a Hermitian operator, tagged as symmetric or semidefinite, or in complex
         arithmetic with `traceax.hermitian_tag`.
     - `function`: as in [`traceax.trace_of_function`][].
-    - `num_steps`: Lanczos steps for each product, a Python integer; more than n count as
-        n. The result is exact for polynomials of degree below it.
+    - `num_steps`: the number of Lanczos steps for each matvec, a Python integer; more
+        than n count as n. The result is exact for polynomials of degree below it.
 
     **Returns:**
 
     A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric,
     or `traceax.hermitian_tag` if complex, and positive semidefinite if $f \\ge 0$ on its
-    domain. One product costs `num_steps` products with `operator`, and as many vectors of
+    domain. One matvec costs `num_steps` matvecs with `operator`, and as many vectors of
     memory.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
     linear only to that accuracy. First derivatives with respect to the vector, the
     arrays of `operator` and those of `function` work; higher ones raise
-    `NotImplementedError`. A derivative in the operator is made from the Ritz vectors:
-    in reverse mode by one more run and `num_steps` products with the derivative of the
+    `NotImplementedError`. A derivative in the operator is computed from the Ritz vectors:
+    in reverse mode by one more run and `num_steps` matvecs with the derivative of the
     operator, in forward mode by `num_steps` more runs. The two modes truncate different
-    Krylov spaces, and agree only to the accuracy of the run. A product is NaN where a
+    Krylov spaces, and agree only to the accuracy of the run. A matvec is NaN where a
     Ritz value is outside the domain, beyond rounding.
 
     **Raises:**
 
     - `TypeError`: `operator`, `function` or `num_steps` is not of its kind.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `num_steps` is
-        below 1; `function` is one of singular values.
+        below 1; `function` is a function of singular values.
 
     ??? cite
 
@@ -93,5 +102,10 @@ def function_of(
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:
         tags.append(lx.positive_semidefinite_tag)
-    action = Action(flat, function, num_steps, num_steps)
-    return unflatten(action, operator.in_structure(), flat.dtype, frozenset(tags))
+    action = Action(operator=flat, function=function, most=num_steps, steps=num_steps)
+    return unflatten(
+        action,
+        structure=operator.in_structure(),
+        dtype=flat.dtype,
+        tags=frozenset(tags),
+    )

@@ -1,3 +1,10 @@
+"""Gaussian log-densities, `-(r* A^-1 r + log det A + n log(2 pi)) / 2`.
+
+`logdet` estimates log det A. With x ~ A^-1 r from one linear solve (`solution`), the
+quadratic form is `2 x* r - x* A x`, whose derivatives need no further solve: they are
+`2 x* dr - x* dA x`. Gardner, Pleiss, Bindel, Weinberger and Wilson 2018.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +30,7 @@ from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import dot
 from .._operators.door import enter, Facts
 from .._operators.tags import is_complex
-from .._preconditioners.base import AbstractPreconditioning
+from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._quadrature.functions import Log
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
@@ -61,7 +68,7 @@ class _Call(eqx.Module):
 
 
 def _log_prob(
-    call: _Call,
+    inputs: _Call,
     opened: tuple[FlatOperator, Facts],
     k: int | Budget,
     key: PRNGKeyArray | None,
@@ -69,95 +76,119 @@ def _log_prob(
 ) -> Solution:
     flat, _ = opened
     preconditioner, prepared = None, None
-    if call.preconditioner is not None:
+    if inputs.preconditioner is not None:
         prepared = Prepared.of(
-            call.preconditioner,
+            inputs.preconditioner,
             flat.frozen,
-            {"k": k, "num_steps": call.num_steps, "key": key, "execution": execution},
+            {"k": k, "num_steps": inputs.num_steps, "key": key, "execution": execution},
         )
         preconditioner, k = prepared.preconditioner, prepared.call["k"]
-    task = call.task(preconditioner)
-    determinant = solution_of(task, opened, k, key, execution)
-    state = determinant.state
+    determinant = solution_of(
+        inputs.task(preconditioner), opened, k=k, key=key, execution=execution
+    )
+    state, logdet_stats = determinant.state, determinant.stats
     if prepared is not None:
         state = prepared.state(state)
-    residual, initial = jax.tree.map(jnp.asarray, (call.residual, call.initial))
+    residual, initial = jax.tree.map(jnp.asarray, (inputs.residual, inputs.initial))
     right = to_flat(residual, flat.dtype)
     frozen = jax.lax.stop_gradient(right)
     start = jnp.zeros_like(frozen)
     if initial is not None:
         start = jax.lax.stop_gradient(to_flat(initial, flat.dtype))
-    known, exact = determinant.stats, determinant.std_err == 0
-    if "ritz_values" in known:
-        smallest = known["ritz_values"][0]
-    else:
-        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / flat.size)
     preconditioner = freeze(preconditioner)
-    if preconditioner is not None:
-        # Eigenvalues that come with an exact answer are those of A itself.
-        unit = jnp.where(exact, preconditioner.largest, 1)
-        smallest = smallest / unit.astype(smallest.dtype)
-    settings = preconditioner, smallest, call.solver
-    found, ended, counted = solve_scaled(flat.frozen, frozen, start, *settings)
-    quadratic, left_over = inverse_form(flat, right, found)
+    solution, solve_result, solver_stats = solve_scaled(
+        flat.frozen,
+        residual=frozen,
+        initial=start,
+        preconditioner=preconditioner,
+        smallest=_smallest_eigenvalue(determinant, preconditioner, size=flat.size),
+        solver=inputs.solver,
+    )
+    # Its error is of second order in the error of the solve: with rho = r - A x,
+    # 2 x* r - x* A x = r* A^-1 r - rho* A^-1 rho.
+    quadratic, solve_residual = inverse_form(flat, residual=right, solution=solution)
 
-    def combine(log_det):
+    def log_density(log_det):
         constant = flat.size * math.log(2 * math.pi)
         return -(quadratic + log_det + constant) / 2
 
-    # In exact arithmetic the residual of conjugate gradients is orthogonal to the
-    # solution. Of rounding errors it may be by chance: the root of the sum of squares is
-    # what their product is in the root mean square over signs.
-    rounding = flat.rounding * dot(jnp.abs(found), jnp.abs(frozen))
-    along = jnp.maximum(jnp.abs(dot(found, left_over)), two_norm(found * left_over))
-    rounding = jnp.hypot(rounding, along)
-    size, left = two_norm(frozen), two_norm(left_over)
-    steps = jnp.asarray(counted.get("num_steps", 0))
+    rounding = jnp.hypot(
+        flat.rounding * dot(jnp.abs(solution), jnp.abs(frozen)),
+        _overlap(solution, solve_residual),
+    )
+    size, residual_size = two_norm(frozen), two_norm(solve_residual)
+    steps = jnp.asarray(solver_stats.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
-        "num_matvecs": known["num_matvecs"] + steps + 2,
+        "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
         "std.err": std_err,
-        "samples": combine(known["samples"]),
+        "samples": log_density(logdet_stats["samples"]),
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
-        "solve": from_flat(found, call.structure),
+        "solve": from_flat(solution, inputs.structure),
         "solve_steps": steps,
-        "solve_residual": left / jnp.where(size > 0, size, 1),
+        "solve_residual": residual_size / jnp.where(size > 0, size, 1),
     }
-    for name in {"bounds", "proven_bounds"} & set(known):
-        ends, bars = known[name][::-1].T
+    for name in {"bounds", "proven_bounds"} & set(logdet_stats):
+        # Reversed: the upper end of the log-determinant is the lower end of the density.
+        ends, bars = logdet_stats[name][::-1].T
         bars = jnp.hypot(bars, rounding) / 2
-        stats[name] = jnp.stack([combine(ends), bars], axis=1)
-    if "ritz_values" in known:
-        stats["ritz_values"] = known["ritz_values"]
-    if "history" in known:
-        made, values, bars = known["history"].T
-        values = jnp.where(jnp.isfinite(values), combine(values), values)
+        stats[name] = jnp.stack([log_density(ends), bars], axis=1)
+    if "ritz_values" in logdet_stats:
+        stats["ritz_values"] = logdet_stats["ritz_values"]
+    if "history" in logdet_stats:
+        spent, values, bars = logdet_stats["history"].T
+        values = jnp.where(jnp.isfinite(values), log_density(values), values)
         bars = jnp.hypot(bars, rounding) / 2
-        stats["history"] = jnp.stack([made, values, bars], axis=1)
-    value = combine(determinant.value)
+        stats["history"] = jnp.stack([spent, values, bars], axis=1)
+    value = log_density(determinant.value)
     result = first_failure(
         determinant.result,
-        ended,
+        solve_result,
         failure(quadratic < -rounding, RESULTS.not_positive_definite),
         # Solvers that overflow may say that they succeeded.
-        failure((size > 0) & ~(left < size), RESULTS.breakdown),
+        failure((size > 0) & ~(residual_size < size), RESULTS.breakdown),
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return Solution(value, std_err, result, stats, state)
+    return Solution(value=value, std_err=std_err, result=result, stats=stats, state=state)
+
+
+def _smallest_eigenvalue(
+    determinant: Solution, preconditioner: AbstractPreconditioner | None, size: int
+) -> Real[Array, ""]:
+    """An estimate for the (preconditioned) operator, from its log-determinant."""
+    if "ritz_values" in determinant.stats:
+        smallest = determinant.stats["ritz_values"][0]
+    else:
+        # The geometric mean of the eigenvalues.
+        smallest = jnp.exp(jax.lax.stop_gradient(determinant.value) / size)
+    if preconditioner is not None:
+        # An exact log-determinant comes with eigenvalues of A itself.
+        exact = determinant.std_err == 0
+        unit = jnp.where(exact, preconditioner.largest, 1)
+        smallest = smallest / unit.astype(smallest.dtype)
+    return smallest
+
+
+def _overlap(x: Real[Array, " n"], residual: Real[Array, " n"]) -> Real[Array, ""]:
+    """The size of x* rho. In exact arithmetic the residual rho of conjugate gradients is
+    orthogonal to x, so this measures rounding errors."""
+    # It may be small by chance. The norm of the terms is its root mean square over random
+    # signs of them.
+    return jnp.maximum(jnp.abs(dot(x, residual)), two_norm(x * residual))
 
 
 def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
     structure = operator.in_structure()
     leaves = jax.tree.leaves(value)
     fits = jax.tree.structure(value) == jax.tree.structure(structure)
-    found = [jnp.shape(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
-    shapes = [leaf.shape for leaf in jax.tree.leaves(structure)]
-    if not fits or found != shapes or any(map(jnp.iscomplexobj, leaves)):
+    shapes = [jnp.shape(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
+    expected = [leaf.shape for leaf in jax.tree.leaves(structure)]
+    if not fits or shapes != expected or any(map(jnp.iscomplexobj, leaves)):
         raise ValueError(
             f"`{name}` must be a real vector that `operator` applies to. Found leaves "
-            f"of the shapes {found} for an operator with in_structure()={structure}. "
+            f"of the shapes {shapes} for an operator with in_structure()={structure}. "
             "For several vectors use `jax.vmap`."
         )
 
@@ -178,16 +209,17 @@ def gaussian_log_prob(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """The log-density $-\\frac12 (r^T A^{-1} r + \\log\\det A + n \\log 2\\pi)$ of a
-    Gaussian with covariance A at a residual r: the log marginal likelihood of a Gaussian
-    process.
+    """Estimate the log-density $-\\frac12 (r^T A^{-1} r + \\log\\det A + n \\log 2\\pi)$
+    of a Gaussian with covariance A at a residual r: the log marginal likelihood of a
+    Gaussian process.
 
-    The log-determinant is that of [`traceax.logdet`][], the quadratic form one linear
-    solve, and the gradient needs no further one. Both take the same preconditioner.
+    [`traceax.logdet`][] estimates the log-determinant, and one linear solve gives the
+    quadratic form. The gradient needs no further solve. Both take the same
+    preconditioner.
 
-    Cost: the products of the log-determinant, one for each step of the solver, and two.
-    Memory: that of [`traceax.logdet`][], and the vectors of the solver: with conjugate
-    gradients a few of length n.
+    Cost: the matvecs of the log-determinant, one for each step of the solver, and two
+    more. Memory: that of [`traceax.logdet`][] and the vectors of the solver, a few of
+    length n with conjugate gradients.
 
     !!! Example
 
@@ -222,16 +254,16 @@ def gaussian_log_prob(
     - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
-    - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: of the
-        log-determinant, as for [`traceax.logdet`][]; so are the tolerances and what a
-        `callback` is given with [`traceax.Adaptive`][]. `gradient` does not matter to
-        the quadratic form.
+    - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: for the
+        log-determinant, as for [`traceax.logdet`][]. With [`traceax.Adaptive`][],
+        tolerances apply to the log-determinant, and a `callback` is given its progress.
+        `gradient` does not affect the quadratic form.
     - `preconditioner`: for the log-determinant and the solve, as for
         [`traceax.logdet`][].
     - `solver`: for $x = A^{-1} r$. It is applied to r scaled to a root mean square of
-        one, and to A scaled such that x is about of that size, so its tolerances are
-        relative to that. Default: `lineax.CG` with
-        tolerances of the square root of the machine epsilon.
+        one, and to A scaled such that x is of about that size, so its tolerances are
+        relative to these scales. Default: `lineax.CG`, whose tolerances are the square
+        root of the machine epsilon.
     - `initial`: a guess of $A^{-1} r$ that the solver starts from, such as
         `stats["solve"]` of the last step of an optimiser.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
@@ -239,8 +271,8 @@ def gaussian_log_prob(
     **Returns:**
 
     A [`traceax.Solution`][]. The error of `value` is of second order in the error of
-    the solve. `std_err` is half of that of the log-determinant, combined with the
-    rounding error of the quadratic form, which is measured by $x^T (r - A x)$. `stats`
+    the solve. `std_err` is half the standard error of the log-determinant, combined with
+    the rounding error of the quadratic form, which $x^T (r - A x)$ measures. `stats`
     has, beside the entries described there,
 
     - `"solve"`: $x = A^{-1} r$; `"solve_steps"`, how many steps it took;
@@ -249,9 +281,9 @@ def gaussian_log_prob(
         $\\rho^T A^{-1} \\rho / 2$.
     - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
         [`traceax.logdet`][], with its own `stats`.
-    - `"num_matvecs"`: the products of the log-determinant (of an exact one without those
-        of the preconditioner), one for each step of the solver, and two. It is too small
-        for solvers that make more products in a step, or do not count steps.
+    - `"num_matvecs"`: the matvecs of the log-determinant (if it is exact, without those
+        of the preconditioner), one for each step of the solver, and two more. It is too
+        small for solvers that make more matvecs in a step, or do not count steps.
 
     Derivatives in what the operator closes over and in the residual: $-\\frac12
     \\mathrm{tr}(A^{-1} dA)$ is estimated, the others are $\\frac12 x^T dA\\, x$ and
@@ -263,7 +295,7 @@ def gaussian_log_prob(
     - `TypeError`, `ValueError`: as [`traceax.logdet`][]; `operator` is complex or not
         tagged; `residual` or `initial` does not fit it; `solver` is not of lineax.
     - An `equinox` run-time error with `throw=True`: the solver did not converge; the
-        operator was seen not to be positive definite; a product was not finite; rounding
+        operator was seen not to be positive definite; a matvec was not finite; rounding
         errors are a large part of the reported error; a tolerance was not met.
 
     ??? cite
@@ -301,7 +333,7 @@ def gaussian_log_prob(
     if solver is None:
         tolerance = entered.flat.eps**0.5
         limit = 10 * entered.size
-        # Without extra products to refresh the residual: the true one is computed at the
+        # Without extra matvecs to refresh the residual: the true one is computed at the
         # end.
         solver = lx.CG(tolerance, tolerance, stabilise_every=None, max_steps=limit)
     if not isinstance(solver, lx.AbstractLinearSolver):
@@ -322,19 +354,32 @@ def gaussian_log_prob(
         solver=solver,
         structure=entered.structure,
     )
-    made, inner = _earlier(preconditioner, state)
-    budget = budget_of(arguments.task(made), entered.size, k=k, key=key, state=inner)
+    # The budget is checked against the state of the log-determinant alone, and then runs
+    # with the state of the whole call.
+    resumed, logdet_state = _split_state(preconditioner, state)
+    budget = budget_of(
+        arguments.task(resumed), entered.size, k=k, key=key, state=logdet_state
+    )
     if isinstance(budget, Budget):
         budget = dataclasses.replace(budget, state=state)
-    settings = {"name": "gaussian_log_prob", "execution": execution, "throw": throw}
     with raising_for_callbacks(budget) as budget:
-        return call(_log_prob, arguments, entered, budget, key, execution, **settings)
+        return call(
+            _log_prob,
+            arguments,
+            entered,
+            budget,
+            key,
+            execution,
+            name="gaussian_log_prob",
+            execution=execution,
+            throw=throw,
+        )
 
 
-def _earlier(
+def _split_state(
     preconditioner: AbstractPreconditioning | None, state: Any
 ) -> tuple[AbstractPreconditioning | None, Any]:
-    """The preconditioner of the run that this one goes on from, and the state of its
+    """The preconditioner of the run that this one continues, and the state of its
     log-determinant."""
     if preconditioner is None or state is None:
         return preconditioner, state
@@ -343,5 +388,5 @@ def _earlier(
             "`state` must be of a call with the same kind of preconditioner. Found one "
             f"of type {type(state).__name__}."
         )
-    made, inner = state
-    return preconditioner if made is None else made, inner
+    earlier, logdet_state = state
+    return preconditioner if earlier is None else earlier, logdet_state

@@ -1,3 +1,14 @@
+"""The Laplacian of f at x, the trace of its Hessian H, in collapsed Taylor mode.
+
+With the n unit vectors, or k vectors of random signs,
+
+    tr H = sum_i e_i* H e_i = E v* H v ~ (1 / k) sum_i v_i* H v_i,
+
+where `v* H v` is the second derivative of `f(x + t v)` in t, at 0. The sum over the
+directions v_i is carried through f as one vector (`_numerics/taylor.py`; Dangel, Siebert,
+Zeinhofer and Walther 2025).
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -29,8 +40,9 @@ from .._run.solve import AbstractTask, solve
 
 
 _Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
-# So many directions go through the function at a time.
-_BLOCK = 128
+# The largest number of directions that go through the function at a time. It bounds the
+# memory, 130 times that of an evaluation. Smaller blocks would make smaller batches.
+_MAX_BLOCK_SIZE = 128
 
 
 def laplacian(
@@ -42,16 +54,17 @@ def laplacian(
     state: PyTree[Array] | None = None,
     throw: bool = True,
 ) -> tuple[Scalar, _Point, Solution]:
-    """A function, its gradient and its Laplacian, the trace of its Hessian.
+    """Evaluate a function, its gradient and its Laplacian, the trace of its Hessian.
 
-    In collapsed Taylor mode (Dangel et al., 2025): k directions cost about as much as
-    `k + 2` evaluations of `fn` on a batch, half of what `k` products with the Hessian
-    cost, and their backward pass in parameters likewise. All that `fn` closes over can be
-    differentiated. For several points, use `jax.vmap`.
+    Collapsed Taylor mode (Dangel et al., 2025) is used: k directions cost about as much
+    as `k + 2` evaluations of `fn` on a batch, half the cost of `k` matvecs with the
+    Hessian. The backward pass in parameters costs half as much, too. Everything that `fn`
+    closes over can be differentiated. For several points, use `jax.vmap`.
 
-    Memory: at most 128 directions are carried at a time. With s of them, each array that
-    `fn` makes on the way is held `s + 2` times: it, its derivatives in the directions,
-    and the sum of its second ones. A backward pass keeps those of one such block.
+    Memory: at most 128 directions are carried at a time. With s directions, each
+    intermediate array of `fn` is held `s + 2` times: itself, its derivatives in the
+    directions, and the sum of its second derivatives. A backward pass keeps the arrays of
+    one such block.
 
     !!! Example
 
@@ -77,25 +90,26 @@ def laplacian(
         `jax.custom_vjp`, which has no forward mode, take [`traceax.trace`][] of
         [`traceax.hessian`][].
     - `x`: the point, a PyTree of n real floating-point numbers in all.
-    - `k`: how many random directions, vectors of signs. With `k >= n`, and by default,
-        the n unit vectors, and the exact Laplacian. Or [`traceax.Adaptive`][], with
-        products of the Hessian.
+    - `k`: the number of random directions, which are vectors of signs. With `k >= n`,
+        and by default, the n unit vectors are taken, and the Laplacian is exact. Or
+        [`traceax.Adaptive`][], with matvecs of the Hessian.
     - `key`, `state`, `throw`: as for [`traceax.trace`][].
 
     **Returns:**
 
     `fn(x)`; its gradient, of the structure of `x`; and a [`traceax.Solution`][] whose
     `value` is the Laplacian. `stats["num_matvecs"]` is the number of directions.
-    Estimates are unbiased, and so are their derivatives. Inside `jax.jit` what is not
-    used is not computed: with `std_err`, or `stats["samples"]`, each direction is carried
-    by itself too, which doubles the cost. For other estimators, and on several devices,
-    take [`traceax.trace`][] of [`traceax.hessian`][].
+    Estimates are unbiased, and so are their derivatives. If `std_err` or
+    `stats["samples"]` is used, each direction is also carried by itself, which doubles
+    the cost; `jax.jit` removes this work if both are unused. For other estimators, and on
+    several devices, take [`traceax.trace`][] of [`traceax.hessian`][].
 
     **Raises:**
 
-    - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` no real scalar.
+    - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` is not a real
+        scalar.
     - `NotImplementedError`: JAX has no derivative of `fn` in one of the modes.
-    - Errors as [`traceax.trace`][].
+    - The errors of [`traceax.trace`][].
 
     ??? cite
 
@@ -115,7 +129,7 @@ def laplacian(
     with _differentiating(_REVERSE):
         value, gradient = jax.value_and_grad(fn)(x)
     structure = jax.eval_shape(lambda: x)
-    # It stands for the Hessian, which is not made, and has its size and dtype.
+    # A stand-in with the size and dtype of the Hessian, which is never built.
     operator = lx.IdentityLinearOperator(structure)
     dtype, _ = dtypes(operator)
 
@@ -125,12 +139,16 @@ def laplacian(
     size = operator.in_size()
     traced = FlatFunction.of(flat_fn, (size,), dtype)
     task = _Laplacian(fn=traced, point=to_flat(x, dtype))
-    settings = {"key": key, "state": state, "execution": Local(), "throw": throw}
-    return (
-        value,
-        gradient,
-        solve(task, enter(operator), k=size if k is None else k, **settings),
+    solution = solve(
+        task,
+        enter(operator),
+        k=size if k is None else k,
+        key=key,
+        state=state,
+        execution=Local(),
+        throw=throw,
     )
+    return value, gradient, solution
 
 
 _REVERSE = (
@@ -145,8 +163,8 @@ _FORWARD = (
 
 @contextlib.contextmanager
 def _differentiating(how: str) -> Iterator[None]:
-    """For what differentiates a function that JAX could trace, with an error that says
-    what is needed where it has no derivative."""
+    """Explain errors of JAX that arise when `fn`, which JAX could trace, has no
+    derivative of this kind."""
     try:
         yield
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -156,7 +174,7 @@ def _differentiating(how: str) -> Iterator[None]:
 
 
 class _Laplacian(AbstractTask):
-    """The function of a flat vector, and the point."""
+    """The Laplacian of a function of a flat vector at a point."""
 
     fn: FlatFunction
     point: Inexact[Array, " n"]
@@ -178,7 +196,7 @@ class _Laplacian(AbstractTask):
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         size, dtype = self.point.size, self.point.dtype
-        value = self._along(lambda i: jax.nn.one_hot(i, size, dtype=dtype), size)
+        value = self._sum_along(lambda i: jax.nn.one_hot(i, size, dtype=dtype), size)
         zero = jnp.zeros_like(value)
         return Estimate(value, zero, value[None], num_matvecs=size, rounding=0.0)
 
@@ -191,20 +209,31 @@ class _Laplacian(AbstractTask):
     ) -> Estimate:
         if isinstance(k, Budget):
             flat = flatten(hessian(self.fn, self.point))
+            # Samples go into rounds one by one: their collapsed sum would have no error.
             return HutchinsonEstimator().measure(Trace(), flat, k, key, execution)
         size, dtype = self.point.size, self.point.dtype
-        # The sum over directions is made inside of the function, in its precision.
+        # The sum over directions is accumulated inside the function, in its precision.
+        # The scale, about 1 / sqrt(k), keeps it as large as a mean, so that it does not
+        # overflow. It is a power of two, so that it adds no rounding error.
         scale = 2.0 ** -math.ceil(math.log2(k) / 2)
 
         def directions(indices):
-            return draw(RademacherSampler(), require_key(key), indices, size, dtype).T
+            signs = draw(
+                RademacherSampler(),
+                key=require_key(key),
+                indices=indices,
+                n=size,
+                dtype=dtype,
+            )
+            return signs.T
 
-        # For the error bar alone: compiled programs that do not use it leave them out.
+        # Needed for the error bar alone. A compiled program that does not use it leaves
+        # this out.
         frozen, first = freeze(self), directions(jnp.zeros(1, int))[0]
-        samples = frozen._along_each(directions, k)
+        samples = frozen._each_along(directions, k)
         image = flatten(hessian(frozen.fn, frozen.point)).mv(first)
         return Estimate(
-            value=self._along(lambda i: scale * directions(i), k) / (k * scale**2),
+            value=self._sum_along(lambda i: scale * directions(i), k) / (k * scale**2),
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
@@ -213,30 +242,34 @@ class _Laplacian(AbstractTask):
             num_samples=k,
         )
 
-    def _along(
+    def _sum_along(
         self, directions: Callable[[Int[Array, " s"]], Array], count: int
     ) -> Inexact[Array, ""]:
-        """The sum of the second derivatives along so many directions."""
-        num_blocks = -(-count // _BLOCK)
+        """The sum of the second derivatives along the first `count` directions."""
+        # Blocks of equal size, the last one padded with zero directions.
+        num_blocks = -(-count // _MAX_BLOCK_SIZE)
         size = -(-count // num_blocks)
 
         def block(indices):
-            used = (indices < count)[:, None]
-            chosen = jnp.where(used, directions(indices), 0)
-            return self._second_derivative(chosen)
+            valid = (indices < count)[:, None]
+            return self._second_derivative(jnp.where(valid, directions(indices), 0))
 
         indices = jnp.arange(num_blocks * size).reshape(num_blocks, size)
         if num_blocks == 1:
             return block(indices[0])
+        # With `checkpoint` a backward pass holds the arrays of one block, and not of all.
         return jnp.sum(jax.lax.map(jax.checkpoint(block), indices))
 
-    def _along_each(
+    def _each_along(
         self, directions: Callable[[Int[Array, " s"]], Array], count: int
     ) -> Inexact[Array, " k"]:
-        def one(index):
+        """The second derivative along each of the first `count` directions."""
+
+        def sample(index):
             return self._second_derivative(directions(index[None]))
 
-        return jax.lax.map(one, jnp.arange(count), batch_size=min(count, _BLOCK))
+        batch_size = min(count, _MAX_BLOCK_SIZE)
+        return jax.lax.map(sample, jnp.arange(count), batch_size=batch_size)
 
     def _second_derivative(self, directions: Inexact[Array, "s n"]) -> Inexact[Array, ""]:
         with _differentiating(_FORWARD):

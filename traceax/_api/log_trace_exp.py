@@ -1,3 +1,15 @@
+"""`log tr exp(s A)` of a Hermitian A, from quadratic forms in the logarithm.
+
+For probes z_i with the identity as covariance, `tr exp(s A)` is the mean of
+`exp(x_i)` with `x_i = log z_i* exp(s A) z_i`, which Lanczos gives without overflow
+(`_functions/log_exponential.py`; Jaklic and Prelovsek 1994). With k probes
+
+    value = log((1 / k) sum_i exp(x_i)),    d value / d x_i = exp(x_i - value) / k.
+
+In the code s is `scale`, the x_i are the `samples`, and `LogMoments` has the mean and its
+error bar.
+"""
+
 from __future__ import annotations
 
 import jax
@@ -44,7 +56,7 @@ from .._run.stream import stream
 
 
 class _LogTraceExp(AbstractTask):
-    """The settings of one call."""
+    """The logarithm of the trace of an exponential."""
 
     scale: Real[Array, ""]
     num_steps: int | AdaptiveSteps
@@ -64,6 +76,10 @@ class _LogTraceExp(AbstractTask):
     def fallback(self) -> str:
         return self.name
 
+    def _scale_of(self, operator: FlatOperator) -> Real[Array, ""]:
+        """The scale in the real dtype of the operator, so that nothing is promoted."""
+        return self.scale.astype(jnp.finfo(operator.dtype).dtype)
+
     def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps)
 
@@ -72,14 +88,18 @@ class _LogTraceExp(AbstractTask):
     ) -> Estimate:
         eye = jnp.eye(operator.size, dtype=operator.dtype)
         matrix = execution.matmat(operator.frozen, eye)
+        # The mean of both triangles, of which `eigh` reads one: so their rounding errors,
+        # or those of an inexact operator, count alike.
         nodes, vectors = eigh((matrix + matrix.conj().T) / 2)
         scale = self.scale.astype(nodes.dtype)
         value = logsumexp(scale * nodes)
+        # d value = tr(L* dA), with L = s exp(s A) / tr exp(s A).
         slopes = scale * jnp.exp(scale * nodes - value)
         left = jnp.matmul(vectors * slopes, vectors.conj().T, precision="highest")
         value = attach(operator, value, FirstOrderFrame(left, eye), execution=execution)
         zero, extremes = jnp.zeros_like(value), nodes[jnp.array([0, -1])]
         size = log_magnitude(scale, extremes) + jnp.abs(value)
+        # Eigenvalues have errors of epsilon times the largest one.
         change = float(jnp.finfo(nodes.dtype).eps) * size
         return Estimate(
             value=value,
@@ -103,109 +123,140 @@ class _LogTraceExp(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat = operator
-        scale = self.scale.astype(jnp.finfo(flat.dtype).dtype)
-        krylov = self.krylov
+        flat, krylov, scale = operator, self.krylov, self._scale_of(operator)
 
         def draw(flat, index):
             return draw_for(flat, self.sampler, key, index[None])
 
         def choose(adaptive):
             probe = draw(flat, jnp.zeros((), int))[:, 0]
-            return _choose(adaptive, flat, krylov, probe, k, execution, scale)
+            return self._choose_steps(adaptive, flat, probe, k, execution)
 
         steps, k = Steps.resumed(self.num_steps, choose, k)
 
-        def body(flat, index):
+        def sample(flat, index):
             probe = draw(flat, index)
             state = krylov.start(flat, probe[:, 0], steps.most)
             state = krylov.advance(flat.frozen, state, 0, steps.made)
-            one = LogExponentialForm.read(state, steps.made, scale)
-            frame = FirstOrderFrame(one.left[:, None], probe)
-            value = attach(flat, one.value, frame, execution=Local())
-            return value, (one.error, one.extremes, one.residual)
+            form = LogExponentialForm.read(state, steps=steps.made, scale=scale)
+            frame = FirstOrderFrame(form.left[:, None], probe)
+            value = attach(flat, form.value, frame, execution=Local())
+            return value, (form.error, form.extremes, form.residual)
 
-        def reduce(outs, valid):
-            samples, (_, extremes, _) = outs
-            return LogMoments.of(samples, valid), spectral_range(extremes)
-
-        def merge(parts):
-            moments, extremes = parts
-            return LogMoments.merge(moments), spectral_range(extremes, moments.count)
-
-        streamed = stream(body, reduce, merge, flat, k, execution, steps.most)
+        streamed = stream(
+            sample,
+            reduce=_reduce,
+            merge=_merge,
+            operator=flat,
+            k=k,
+            execution=execution,
+            width=steps.most,
+        )
         (moments, extremes), samples = streamed.summary, streamed.samples
         assert samples is not None
         value = jax.lax.stop_gradient(moments.mean)
 
-        def live():
-            # Of the mean and the mean square of the exponentials over their mean.
+        def differentiable_value():
             if isinstance(k, Budget):
-                shape = k.num_rounds, k.round_size
-                indices = jnp.arange(len(samples)).reshape(shape)
-                powers = lambda flat, i: first_two_moments(body(flat, i)[0] - value)  # noqa: E731
-                like = jnp.stack([value, value])
-                settings = streamed.loop.rounds, like, execution, steps.most
-                total = sum_over_rounds(powers, flat, indices, *settings)
+                total = sum_over_rounds(
+                    lambda flat, i: first_two_moments(sample(flat, i)[0] - value),
+                    operator=flat,
+                    xs=jnp.arange(len(samples)).reshape(k.num_rounds, k.round_size),
+                    rounds=streamed.loop.rounds,
+                    like=jnp.stack([value, value]),
+                    execution=execution,
+                    width=steps.most,
+                )
             else:
                 total = jnp.sum(jax.vmap(first_two_moments)(samples - value), axis=0)
+            # The first two moments of exp(x_i - value), with the constant `value`.
             first, second = total / streamed.count
             return value + unbiased_log(first, second, streamed.count)
 
         errors, _, residuals = streamed.others
-        shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
-        error = jnp.sum(shares * jnp.where(shares > 0, errors, 0)) / streamed.count
+        error = _sum_of_shares(errors, samples, value) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         size = log_magnitude(scale, extremes)
-
-        aimed = jnp.hypot(std_err, flat.rounding * size)
+        rounding = flat.rounding * size
+        target = jnp.hypot(std_err, rounding)
         if isinstance(k, Budget):
-            aimed = k.rule.tolerance(value)
-        missed = error / 2 - flat.rounding * size
-        taken, wide = steps.report(excess(missed, aimed) > 1)
+            target = k.rule.tolerance(value)
+        # Half the width of the bracket, without rounding, which steps do not reduce.
+        missed = excess(error / 2 - rounding, target) > 1
+        step_stats, too_few_steps = steps.report(missed)
         return Estimate(
-            value=attach_derivative(value, live),
+            value=attach_derivative(value, differentiable_value),
             std_err=std_err,
             samples=samples,
             num_matvecs=streamed.count * steps.made + steps.spent,
             rounding=flat.rounding,
             magnitude=size,
-            result=first_failure(streamed.loop.result, wide),
+            result=first_failure(streamed.loop.result, too_few_steps),
             extra={
                 "gradient_residual": residuals,
                 "ritz_values": extremes,
                 "quadrature_error": error,
-                **taken,
+                **step_stats,
                 **streamed.loop.extra,
             },
             state=steps.state(streamed.loop.state),
             bounds=bounds,
         )
 
+    def _choose_steps(
+        self,
+        adaptive: AdaptiveSteps,
+        flat: FlatOperator,
+        probe: Inexact[Array, " n"],
+        k: int | Budget,
+        execution: AbstractExecution,
+    ) -> Int[Array, ""]:
+        """The number of steps that make the quadrature error a small share of the target:
+        the tolerance, or the standard error of k probes."""
+        # The number of steps is an integer, and the loop that chooses it has no reverse
+        # mode.
+        scale = jax.lax.stop_gradient(self._scale_of(flat))
 
-def _choose(
-    adaptive: AdaptiveSteps,
-    flat: FlatOperator,
-    krylov: Lanczos,
-    probe: Inexact[Array, " n"],
-    k: int | Budget,
-    execution: AbstractExecution,
-    scale: Real[Array, ""],
-) -> Int[Array, ""]:
-    """How many steps make the error of quadrature a share of the target."""
-    constant = jax.lax.stop_gradient(scale)
+        def excess_after(flat, state, steps):
+            form = LogExponentialForm.read(state, steps=steps, scale=scale)
+            if isinstance(k, Budget):
+                target = k.rule.tolerance(form.value)
+            else:
+                target = standard_error(form.deviation, k)
+            size = log_magnitude(scale, form.extremes)
+            return excess(form.error / 2 - flat.rounding * size, target)
 
-    def look(flat, state, made):
-        one = LogExponentialForm.read(state, made, constant)
-        if isinstance(k, Budget):
-            aimed = k.rule.tolerance(one.value)
-        else:
-            aimed = standard_error(one.deviation, k)
-        size = log_magnitude(constant, one.extremes)
-        return excess(one.error / 2 - flat.rounding * size, aimed)
+        return choose_steps(
+            adaptive,
+            krylov=self.krylov,
+            operator=flat,
+            probe=probe,
+            # Not after one step, from which the error cannot be estimated.
+            first=4,
+            excess_after=excess_after,
+            execution=execution,
+        )
 
-    return choose_steps(adaptive, krylov, flat, probe, 4, look, execution)
+
+def _reduce(outs, valid) -> tuple:
+    """The moments of the samples of one device, and the range of their Ritz values."""
+    samples, (_, extremes, _) = outs
+    return LogMoments.of(samples, valid), spectral_range(extremes)
+
+
+def _merge(parts) -> tuple:
+    """The results of `_reduce` for several devices, as one."""
+    moments, extremes = parts
+    return LogMoments.merge(moments), spectral_range(extremes, moments.count)
+
+
+def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
+    """k times the error of the value: the sum of the errors of samples, each times the
+    derivative of the value in that sample."""
+    # A sample of -inf has no share, and no error that is a number.
+    shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
+    return jnp.sum(shares * jnp.where(shares > 0, errors, 0))
 
 
 def log_trace_exp(
@@ -221,11 +272,11 @@ def log_trace_exp(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator, however large
-    $s A$ is: the logarithm of a partition function, or a smooth maximum of eigenvalues.
+    """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator: the logarithm of
+    a partition function, or a smooth maximum of eigenvalues.
 
     Only differences from the largest exponent are exponentiated, so $s A$ may be of any
-    size that the dtype can hold; `traceax.trace_of_function` with `Exp` overflows in
+    size that the dtype can hold. `traceax.trace_of_function` with `Exp` overflows in
     float32 where an eigenvalue of $s A$ is above 88.
 
     !!! Example
@@ -261,8 +312,8 @@ def log_trace_exp(
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. It takes somewhat more than
         $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or
-        [`traceax.AdaptiveSteps`][], as by default: so many that the quadrature error is
-        small beside the sampling error or the tolerance, found by one run more.
+        [`traceax.AdaptiveSteps`][], the default: one more run chooses a number that makes
+        the quadrature error small compared with the sampling error or the tolerance.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `sampler`: the distribution of the probes. Default:
         [`traceax.RademacherSampler`][].
@@ -270,26 +321,27 @@ def log_trace_exp(
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`, the logarithm; at most `k * num_steps`
-    products, and those of one probe more where the steps are adaptive. `std_err` is that
-    of the logarithm: with m the mean of the exponentials and s its standard error,
-    $\\log m - \\log(m - s)$. It is infinite where $m \\le s$, since then the samples
-    give no lower bound. Where a single eigenvalue outweighs the others it is about
-    $\\sqrt{2/k}$, whatever n is. The value is biased downward by
-    about half the square of `std_err`.
+    A [`traceax.Solution`][] with a real `value`, the logarithm. It takes at most `k *
+    num_steps` matvecs, and one probe more where the steps are adaptive. `std_err` is the
+    standard error of the logarithm: with m the mean of the exponentials and s its
+    standard error, $\\log m - \\log(m - s)$. It is infinite where $m \\le s$, since the
+    samples then give no lower bound. If a single eigenvalue outweighs the others, it is
+    about $\\sqrt{2/k}$ for any n. The value is biased downward by about half the square
+    of `std_err`.
 
-    `stats` has `"samples"`, the logarithms of $z^* \\exp(s A) z$ for each probe, of whose
-    exponentials `value` is the logarithm of the mean; `"quadrature_error"`, an estimate
-    of the error of `value` from too few steps, which makes it too small;
-    `"ritz_values"`, the smallest and the largest of $A$; and `"gradient_residual"` as in
-    [`traceax.SLQEstimator`][].
+    `stats` has `"samples"`, the logarithm of $z^* \\exp(s A) z$ for each probe: `value`
+    is the logarithm of the mean of their exponentials. It also has `"quadrature_error"`,
+    an estimate of the error of `value` from too few steps, which make it too small;
+    `"ritz_values"`, the smallest and the largest Ritz value of $A$; and
+    `"gradient_residual"` as in [`traceax.SLQEstimator`][].
 
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
-    \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], without second ones; those
-    in `scale` of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\, e^{sA}$, to all orders. They
-    are corrected for the bias of a logarithm, and so are not derivatives of `value`.
-    Memory: `num_steps` vectors of length n for each probe of a block, or with `window=0`
-    and no derivative those of a step; and for a derivative two for each probe.
+    \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], of first order only.
+    Derivatives in `scale` are estimates of $\\mathrm{tr}(A e^{sA}) / \\mathrm{tr}\\,
+    e^{sA}$, to all orders. They are corrected for the bias of a logarithm, and so are not
+    derivatives of `value`. Memory: `num_steps` vectors of length n for each probe of a
+    block, or with `window=0` and no derivative the vectors of one step; and for a
+    derivative two vectors for each probe.
 
     **Raises:**
 
@@ -297,7 +349,7 @@ def log_trace_exp(
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is too small; `window` is negative or no integer; `key` is missing.
-    - An `equinox` run-time error with `throw=True`: a product was not finite; the budget,
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite; the budget,
         or the largest number of adaptive steps, is too small for the tolerance.
 
     ??? cite

@@ -1,3 +1,10 @@
+"""Log-determinants: `log |det A| = sum_i log |lambda_i| = sum_i log sigma_i`.
+
+For a positive definite A this is `tr log A`, by stochastic Lanczos quadrature. For a
+general A it is `tr log(A* A) / 2`, by Golub-Kahan. Facts that lineax knows, such as the
+entries of a triangular operator, take precedence.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,8 +33,8 @@ from .._run.steps import AdaptiveSteps, check_steps
 
 
 class LogDet(AbstractFunctionTask):
-    """`log |det A|`: the trace of the logarithm of a positive definite A, or of the
-    negative of a negative definite one; of singular values for any other."""
+    """`log |det A|`: the trace of `log A` if A is positive definite, of `log(-A)` if it
+    is negative definite, and else the sum of the logarithms of the singular values."""
 
     def known(self, facts: Facts) -> Estimate | None:
         if facts.determinant is None:
@@ -44,10 +51,12 @@ class LogDet(AbstractFunctionTask):
         )
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
+        # The logarithm has the domain x > 0.
         return operator.negated if operator.sign < 0 else operator
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         if operator.sign != 0:
+            # The n eigenvalues of a definite operator have the same sign.
             sign = jnp.asarray(float(operator.sign), estimate.value.dtype)
             extra = estimate.extra | {"sign": sign**operator.size}
             estimate = dataclasses.replace(estimate, extra=extra)
@@ -55,19 +64,21 @@ class LogDet(AbstractFunctionTask):
 
 
 def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
-    """The function of an operator whose trace is its log-determinant."""
+    """The function whose trace is the log-determinant: the logarithm of the eigenvalues
+    if a tag gives their sign, and else of the singular values."""
     return SingularLog() if operator.flat.sign == 0 else Log()
 
 
 def _singular_if_zero(estimate: Estimate) -> Estimate:
-    """The estimate, minus infinity where all products were zero: then there is no size
-    that eigenvalues of zero could be told from."""
+    """The estimate, or minus infinity if all matvecs were zero. Zero eigenvalues are
+    detected relative to the largest one, so a zero operator is not detected elsewhere."""
     if "ritz_values" not in estimate.extra:
         return estimate
     zero = jnp.all(estimate.extra["ritz_values"] == 0)
 
     def infinite(x):
-        # Added, so that a derivative does not ask for it, which on a mesh is a sum.
+        # An added constant does not enter the derivative. A `where` would, and on a mesh
+        # `zero` is a sum over devices.
         return x + jnp.where(zero, -jnp.inf, 0).astype(x.dtype)
 
     extra, samples = estimate.extra, estimate.samples
@@ -95,16 +106,16 @@ def logdet(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate $\\log|\\det A|$ from products with vectors.
+    """Estimate $\\log|\\det A|$ from matvecs.
 
     - Operators tagged positive (or negative) semidefinite: $\\mathrm{tr} \\log A$ by
-      `estimator`, with Lanczos; `k * num_steps` products.
+      `estimator`, with Lanczos; `k * num_steps` matvecs.
     - Diagonal, triangular, tridiagonal and identity operators that store their entries,
-      and multiples and products of them: exactly, without a product.
+      and multiples and products of them: exactly, without a matvec.
     - Any other square operator: $\\mathrm{tr} \\log(A^* A) / 2$ by Golub-Kahan; `k *
-      num_steps` products with $A$ and as many with $A^*$. Needs an `SLQEstimator`.
+      num_steps` matvecs with $A$ and as many with $A^*$. Needs an `SLQEstimator`.
 
-    With `k >= n` the answer is exact, from n products and a dense factorisation. For
+    With `k >= n` the answer is exact, from n matvecs and a dense factorisation. For
     matrices that fit, a Cholesky factorisation is faster up to n of several thousand:
     see [Log-determinants](../logdet.md).
 
@@ -135,46 +146,46 @@ def logdet(
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance of the sampling error.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
-        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default: so many that
-        the quadrature error is small beside the sampling error or the tolerance, found
-        by one run more.
+        than n count as n. Or [`traceax.AdaptiveSteps`][], the default: one more run
+        chooses a number that makes the quadrature error small compared with the sampling
+        error or the tolerance.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
         [`traceax.AutoPreconditioner`][], which makes one and chooses its rank.
-    - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
-        run, or [`traceax.SolveGradient`][], which has second derivatives.
-    - `execution`: where and how many at a time products are made.
+    - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
+        same run, or [`traceax.SolveGradient`][], which has second derivatives.
+    - `execution`: where matvecs are made, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`. Where `num_steps` is a number,
-    `std_err` is the sampling error alone, and [`traceax.Solution.interval`][] counts the
-    quadrature error too; where steps are chosen, so does `std_err`. `stats` has, beside
+    A [`traceax.Solution`][] with a real `value`. [`traceax.Solution.interval`][] counts
+    the quadrature error. `std_err` counts it where steps are chosen; where `num_steps` is
+    a number, `std_err` is the sampling error alone. `stats` has, beside
     the entries described there,
 
-    - `"exact"`, where steps are chosen: whether the answer is the exact one, by `k >= n`,
-        or from n products more because the steps were too few and n is at most 4096.
+    - `"exact"`, where steps are chosen: whether the answer is exact, because `k >= n`, or
+        because the steps were too few and n is at most 4096, for n more matvecs.
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
         operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
         the sign, or in complex arithmetic the phase. Absent for other estimates.
-    - the entries of the estimator: for `SLQEstimator` `"bracket"`, shape `(2,)`,
-        between whose ends `value` would lie without quadrature error (for the same
-        probes); `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
+    - the entries of the estimator. For `SLQEstimator` these are `"bracket"`, shape
+        `(2,)`, between whose ends `value` would be without quadrature error, for the same
+        probes; `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
         `"ritz_values"`, shape `(2,)`, the smallest and the largest Ritz value (of the
         preconditioned operator, if there is a preconditioner), or for a general operator
-        the smallest and the largest singular value of the bidiagonal matrices, which
-        are between the extreme singular values of $A$; `"gradient_residual"`, shape
+        the smallest and the largest singular value of the bidiagonal matrices, both
+        between the extreme singular values of $A$; `"gradient_residual"`, shape
         `(k,)`, the relative residuals of conjugate gradients after as many steps, which
         show whether the steps are enough for the gradient: the error of conjugate
         gradients, which bounds its bias, is at most the condition number times these.
 
-    Memory: `num_steps` vectors of length n for each probe of a block, twice that for a
-    general operator, and for a derivative 8 for each probe, as
-    [`traceax.SLQEstimator`][] says.
+    Memory: `num_steps` vectors of length n for each probe of a block, twice as many for a
+    general operator, and for a derivative 8 vectors for each probe: see
+    [`traceax.SLQEstimator`][].
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(A^{-1} dA)$.
 
@@ -185,9 +196,9 @@ def logdet(
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
         missing; `preconditioner` or `estimator` does not fit the operator.
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
-        positive definite; it is singular, or too ill conditioned for its precision; as
-        many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
-        for the exact answer; a product was not finite; a tolerance was not reached.
+        positive definite; it is singular, or too ill conditioned for its precision; the
+        steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
+        for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

@@ -1,3 +1,5 @@
+"""Any quantity that estimators read from matvecs."""
+
 from collections.abc import Callable
 
 import jax
@@ -25,21 +27,22 @@ def measure(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate any quantity, as [`traceax.trace`][] does the trace.
+    """Estimate any quantity of an operator that is read from its matvecs, such as the
+    trace.
 
     **Arguments:**
 
     - `quantity`: a function of the structure of the vectors that the operator applies
         to, a PyTree of `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
-    - the others: as for [`traceax.trace`][].
+    - The other arguments: as for [`traceax.trace`][].
 
     **Returns:**
 
-    A [`traceax.Solution`][], whose value is what the quantity presents.
+    A [`traceax.Solution`][], whose value is `quantity.present` of the estimate.
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    The errors of [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate this quantity.
     """
     entered = enter(operator, second=estimator)

@@ -1,3 +1,12 @@
+"""Norms of an operator and of its rows, and inner products of operators.
+
+For probes w_i with the identity as covariance, `E w_i w_i* = I`, the means of
+
+    ||A w_i||^2,    |e_a* A w_i|^2,    (A_j w_i)* (A_l w_i)
+
+are unbiased for `||A||_F^2`, for the squared norm of row a, and for `tr(A_j* A_l)`.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,13 +39,13 @@ def frobenius_norm(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate the Frobenius norm of a square linear operator from `k` products.
+    """Estimate the Frobenius norm of a square linear operator from `k` matvecs.
 
-    The root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for the square. Where
-    singular values decay, `traceax.XNysTraceEstimator()` is many times more accurate: it
-    takes the root of the trace of $A A^*$, by `k // 2` products with $A$ and as many with
-    $A^*$. For rectangular operators, see [`traceax.schatten_norm`][] with `p=2` and
-    `num_steps=1`.
+    The estimate is the root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for
+    the square. Where singular values decay, `traceax.XNysTraceEstimator()` is many times
+    more accurate: it takes the root of the trace of $A A^*$, by `k // 2` matvecs with $A$
+    and as many with $A^*$. For rectangular operators, see [`traceax.schatten_norm`][]
+    with `p=2` and `num_steps=1`.
 
     !!! Example
 
@@ -55,27 +64,33 @@ def frobenius_norm(
     **Arguments:**
 
     - `operator`, `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
-        `k` counts products with the adjoint, too.
-    - `estimator`: one whose samples are products with random vectors, as
-        [`traceax.HutchinsonEstimator`][], the default; any other estimator of the trace
+        `k` counts matvecs with the adjoint, too.
+    - `estimator`: an estimator whose samples are matvecs with random vectors, as
+        [`traceax.HutchinsonEstimator`][], the default. Any other estimator of the trace
         is given the operator $A A^*$, tagged positive semidefinite.
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real scalar `value`. `stats["samples"]` are samples
     of the square of the norm. Where a square over- or underflows its dtype, the call
-    fails and the value is infinite or NaN. Derivatives are those of the estimate; those
-    of the square are unbiased, and those of the root but for up to `0.2 / k`. Memory: one
-    block of probes, or that of the `estimator`.
+    fails and the value is infinite or NaN. Derivatives are those of the estimate: they
+    are unbiased for the square, and for the root they have a relative bias of up to
+    `0.2 / k`. Memory: one block of probes, or the memory of another `estimator`.
 
     **Raises:**
 
-    Errors as [`traceax.trace`][].
+    The errors of [`traceax.trace`][].
     """
-    quantity = lambda _: FrobeniusNorm()  # noqa: E731
-    settings = {"k": k, "key": key, "state": state}
-    settings |= {"execution": execution, "throw": throw}
-    return measure(quantity, operator, estimator, **settings)
+    return measure(
+        lambda _: FrobeniusNorm(),
+        operator,
+        estimator,
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )
 
 
 @operator_first
@@ -90,12 +105,13 @@ def row_norms(
     throw: bool = True,
 ) -> Solution:
     """Estimate the Euclidean norm of each row of a square linear operator from `k`
-    products.
+    matvecs.
 
-    The roots of the means of $|e_a^* A \\omega_i|^2$, which are unbiased for the squares.
-    For the norms of the columns, pass `operator.T`. Where singular values decay,
-    `traceax.XNysDiagEstimator()` is more accurate: it takes the roots of the diagonal of
-    $A A^*$. Rows whose squares underflow count as zero beside others that do not.
+    The estimates are the roots of the means of $|e_a^* A \\omega_i|^2$, which are
+    unbiased for the squares. For the norms of the columns, pass `operator.T`. Where
+    singular values decay, `traceax.XNysDiagEstimator()` is more accurate: it takes the
+    roots of the diagonal of $A A^*$. Rows whose squares underflow count as zero beside
+    others that do not.
 
     !!! Example
 
@@ -121,21 +137,29 @@ def row_norms(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
     operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
-    are those of the estimate; those of the squares are unbiased, and those of the roots
-    but for up to `1 / k`. Where the estimate of a square is negative, the row is 0, its
-    `std_err` the root of that of the square, and its derivative 0. Memory: one block of
-    probes with its products, and four numbers for each row (with less than 16 probes
-    eight), from which value and error bar are made; or about half of what the `estimator`
-    holds for a diagonal, since `A A*` gets `k // 2` probes.
+    are those of the estimate: they are unbiased for the squares, and for the roots they
+    have a relative bias of up to `1 / k`. Where the estimate of a square is negative, the
+    row is 0, its `std_err` is the root of the standard error of the square, and its
+    derivative is 0. Memory: one block of probes with its matvecs, and four numbers for
+    each row (eight with fewer than 16 probes), from which value and error bar are
+    computed; or with another `estimator` about half of what it holds for a diagonal,
+    since `A A*` gets `k // 2` probes.
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], and a `ValueError` where the estimator does not
+    The errors of [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate diagonals.
     """
-    settings = {"k": k, "key": key, "state": state}
-    settings |= {"execution": execution, "throw": throw}
-    return measure(RowNorms.of, operator, estimator, **settings)
+    return measure(
+        RowNorms.of,
+        operator,
+        estimator,
+        k=k,
+        key=key,
+        state=state,
+        execution=execution,
+        throw=throw,
+    )
 
 
 def frobenius_products(
@@ -149,11 +173,11 @@ def frobenius_products(
     throw: bool = True,
 ) -> Solution:
     """Estimate $\\mathrm{tr}(A_i^* A_j)$ for all pairs of several square operators, from
-    `k` products with each.
+    `k` matvecs with each.
 
-    It is the mean of $(A_i \\omega)^* (A_j \\omega)$, with the same random vectors for
-    all operators. For symmetric operators these are the $\\mathrm{tr}(A_i A_j)$ of the
-    moment equations for variance components (Haseman-Elston regression).
+    The estimate is the mean of $(A_i \\omega)^* (A_j \\omega)$, with the same random
+    vectors for all operators. For symmetric operators these are the $\\mathrm{tr}(A_i
+    A_j)$ of the moment equations for variance components (Haseman-Elston regression).
 
     !!! Example
 
@@ -173,7 +197,7 @@ def frobenius_products(
     **Arguments:**
 
     - `operators`: a list of p square operators, of the same structure and dtype.
-    - `estimator`: one whose samples are products with random vectors. Default:
+    - `estimator`: an estimator whose samples are matvecs with random vectors. Default:
         [`traceax.HutchinsonEstimator`][].
     - `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]; with
         [`traceax.Adaptive`][] the errors of all entries together are compared with the
@@ -183,14 +207,14 @@ def frobenius_products(
 
     A [`traceax.Solution`][], whose `value` has the shape `(p, p)` and is Hermitian and,
     up to rounding, positive semidefinite, with a standard error for each entry.
-    `stats["num_matvecs"]` is the number of products with each operator. Values are
-    unbiased, and so are their derivatives. Memory: one block of probes and its products
+    `stats["num_matvecs"]` is the number of matvecs with each operator. Values are
+    unbiased, and so are their derivatives. Memory: one block of probes and its matvecs
     with each.
 
     **Raises:**
 
-    Errors as [`traceax.trace`][], a `TypeError` where `operators` is not a list or empty,
-    and a `ValueError` where structures differ or the estimator is of another kind.
+    The errors of [`traceax.trace`][], a `TypeError` where `operators` is not a list or
+    empty, and a `ValueError` where structures differ or the estimator is of another kind.
 
     ??? cite
 
@@ -214,8 +238,8 @@ def frobenius_products(
         )
     check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
     stack = stack_operators({f"operators[{i}]": each for i, each in enumerate(operators)})
-    quantity = FrobeniusProducts(len(operators))
-    task = Measurement(estimator=estimator, quantity=quantity)
+    # The stacked operator makes the matvecs with all of them from the same probes.
+    task = Measurement(estimator=estimator, quantity=FrobeniusProducts(len(operators)))
     return solve(
         task,
         enter(stack, square=False),

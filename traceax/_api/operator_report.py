@@ -1,3 +1,5 @@
+"""What `check_operator` reports."""
+
 from typing import Any
 
 import equinox as eqx
@@ -6,7 +8,7 @@ from .._estimators.base import AbstractEstimator
 
 
 class OperatorReport(eqx.Module):
-    """What [`traceax.check_operator`][] has found. `print` shows it in words.
+    """The result of [`traceax.check_operator`][]. `print` shows it in words.
 
     !!! Example
 
@@ -24,23 +26,23 @@ class OperatorReport(eqx.Module):
     **Attributes:**
 
     - `title`: the class, size and dtype of the operator.
-    - `problems`: what is wrong, in words; empty if nothing is.
-    - `findings`: what else was seen, in words.
-    - `num_matvecs`: the number of products that were made.
+    - `problems`: a sentence for each problem; empty if there is none.
+    - `findings`: a sentence for each other observation.
+    - `num_matvecs`: the number of matvecs that were made.
 
-    The following are `None` where an earlier problem leaves nothing to be tested:
+    The following are `None` where an earlier problem makes the test meaningless:
 
-    - `as_declared`: whether products have the shapes and dtypes of `out_structure()`.
+    - `as_declared`: whether matvecs have the shapes and dtypes of `out_structure()`.
     - `finite`: whether they are finite.
-    - `deterministic`: whether the same vector gives the same product again.
-    - `vectorised`: whether products are the same under `jax.vmap`.
+    - `deterministic`: whether the same vector gives the same result again.
+    - `vectorised`: whether matvecs are the same under `jax.vmap`.
     - `linear`: whether the operator is linear.
     - `hermitian`: whether it is symmetric or, if complex, Hermitian.
-    - `adjoint`: whether JAX can make products with the adjoint.
-    - `ritz_values`: the smallest and the largest one, if it is Hermitian.
+    - `adjoint`: whether JAX can make matvecs with the adjoint.
+    - `ritz_values`: the smallest and the largest Ritz value, if it is Hermitian.
     - `semidefinite`: whether these have one sign, up to rounding.
-    - `tag`: the strongest tag that fits what was seen.
-    - `estimator`: that of the trace by default, for the operator with this tag.
+    - `tag`: the strongest tag that fits the observations.
+    - `estimator`: the default estimator of the trace, for the operator with this tag.
     """
 
     title: str
@@ -66,15 +68,15 @@ class OperatorReport(eqx.Module):
 
     def __repr__(self) -> str:
         count = len(self.problems)
-        found = {0: "no problem", 1: "1 problem"}.get(count, f"{count} problems")
-        lines = [f"{self.title}: {found} in {self.num_matvecs} products."]
+        summary = {0: "no problem", 1: "1 problem"}.get(count, f"{count} problems")
+        lines = [f"{self.title}: {summary} in {self.num_matvecs} matvecs."]
         lines += [f"Problem: {text}" for text in self.problems]
         return "\n- ".join([*lines, *self.findings])
 
 
 class Notes:
-    """What has been found so far: fields of a report, and lines in words. Deviations up
-    to `allowed` are taken for errors of products, whose dtype has the epsilon `eps`."""
+    """The fields and the sentences of a report that is being written. Deviations up to
+    `allowed` count as errors of the matvecs, whose dtype has the epsilon `eps`."""
 
     def __init__(self):
         self.fields: dict[str, Any] = {}
@@ -83,7 +85,8 @@ class Notes:
         self.eps = self.allowed = 0.0
 
     def test(self, name: str, passed: bool, finding: str, problem: str) -> bool:
-        """Note a field, and one of two lines."""
+        """Note whether a test passed, with the `finding` if it did, and else with the
+        `problem`."""
         self.fields[name] = passed
         if passed:
             self.findings.append(finding)
@@ -92,5 +95,9 @@ class Notes:
         return passed
 
     def report(self, title: str) -> OperatorReport:
-        lines = tuple(self.problems), tuple(self.findings)
-        return OperatorReport(title, *lines, **self.fields)
+        return OperatorReport(
+            title=title,
+            problems=tuple(self.problems),
+            findings=tuple(self.findings),
+            **self.fields,
+        )

@@ -1,5 +1,8 @@
-"""Plots of what was estimated, with its error bars. They need matplotlib, which is
-imported when a plot is made without `ax`, and not before."""
+"""Plots of estimates with their error bars.
+
+They need matplotlib, which is imported only when a plot is made without `ax`, so that
+traceax does not depend on it.
+"""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,6 +18,12 @@ from .spectral_density import SpectralDensity
 
 Axes: TypeAlias = Any  # `matplotlib.axes.Axes`
 
+# The default width is at least this share of the range of the eigenvalues: finer
+# structure is hard to see in a plot.
+_MAX_RESOLUTION = 50
+# Ten points or so for each width of the default, so that curves look smooth.
+_NUM_POINTS = 500
+
 
 def convergence(
     solution: Solution,
@@ -23,9 +32,9 @@ def convergence(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """How an estimate came to its tolerance: the value after each round of an adaptive
-    budget, and a band of two standard errors to either side. Of a value with several
-    entries, such as a diagonal, the norms.
+    """Plot how an estimate reached its tolerance: the value after each round of an
+    adaptive budget, with a band of two standard errors to either side. For a value with
+    several entries, such as a diagonal, the norms are shown.
 
     !!! Example
 
@@ -45,17 +54,17 @@ def convergence(
 
     **Arguments:**
 
-    - `solution`: of a call with `k=traceax.Adaptive(..., history=True)`.
-    - `exact`: the true value, if it is known: a horizontal line.
-    - `ax`: the `matplotlib` axes to draw on. `None` takes the current ones, or makes a
+    - `solution`: the solution of a call with `k=traceax.Adaptive(..., history=True)`.
+    - `exact`: the true value, if it is known. It is drawn as a horizontal line.
+    - `ax`: the `matplotlib` axes to draw on. `None` takes the current axes, or makes a
         figure, as `matplotlib.pyplot.gca()` does.
     - `kwargs`: for the line of the values, as in `Axes.plot`: `label`, `color`, ...
 
     **Returns:**
 
-    The axes. Across: the budget spent, in what `k` counts: products or probes, see
-    `max_k` of [`traceax.Adaptive`][]. Up: the value, of a complex one the real part. A
-    round with an infinite standard error has no band.
+    The axes. The horizontal axis has the budget spent, in matvecs or probes as `k` counts
+    them: see `max_k` of [`traceax.Adaptive`][]. The vertical axis has the value, or its
+    real part if it is complex. A round with an infinite standard error has no band.
 
     **Raises:**
 
@@ -91,8 +100,8 @@ def spectral_density(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """The smoothed density of the eigenvalues, and a band of two standard errors to
-    either side.
+    """Plot the smoothed density of the eigenvalues, with a band of two standard errors
+    to either side.
 
     !!! Example
 
@@ -110,16 +119,17 @@ def spectral_density(
 
     **Arguments:**
 
-    - `density`: of [`traceax.spectral_density`][].
-    - `width`: the standard deviation of the Gaussian that it is smoothed by, in the units
-        of the eigenvalues. `None` takes a fiftieth of the range of the nodes, or that
-        range over `num_steps` where this is wider, since the nodes resolve no less.
+    - `density`: what [`traceax.spectral_density`][] returns.
+    - `width`: the standard deviation of the Gaussian that smooths the density, in the
+        units of the eigenvalues. `None` takes a fiftieth of the range of the nodes, or
+        that range over `num_steps` if this is wider, since the nodes resolve no finer
+        structure.
     - `ax`, `kwargs`: as in [`traceax.plot.convergence`][].
 
     **Returns:**
 
-    The axes. Across: 500 points, from three widths below the smallest node to three
-    above the largest.
+    The axes. The density is drawn at 500 points, from three widths below the smallest
+    node to three above the largest.
 
     **Raises:**
 
@@ -141,12 +151,13 @@ def spectral_density(
             "NaN or infinite. Check the operator's arrays."
         )
     if width is None:
-        # Of a spectrum that is one point, to rounding, a range that the dtype resolves.
+        # If the spectrum is one point, up to rounding, its range is replaced by one that
+        # the dtype resolves.
         size = max(abs(low), abs(high)) or 1.0
         spread = max(high - low, float(np.finfo(nodes.dtype).eps) ** 0.5 * size)
-        width = spread / min(50, nodes.shape[-1])
+        width = spread / min(_MAX_RESOLUTION, nodes.shape[-1])
     margin = 3 * float(width)
-    t = np.linspace(low - margin, high + margin, 500)
+    t = np.linspace(low - margin, high + margin, _NUM_POINTS)
     value, std_err = density(t, width)
     axes = _axes(ax)
     _curve(axes, t, np.asarray(value), np.asarray(std_err), kwargs)
@@ -159,7 +170,7 @@ def compare(
     exact: Scalar | complex | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Estimates of one number side by side, each with an error bar of two standard
+    """Plot estimates of one number side by side, each with an error bar of two standard
     errors to either side.
 
     !!! Example
@@ -187,13 +198,13 @@ def compare(
     **Arguments:**
 
     - `solutions`: a mapping from names to solutions.
-    - `exact`: the true value, if it is known: a vertical line.
+    - `exact`: the true value, if it is known. It is drawn as a vertical line.
     - `ax`: as in [`traceax.plot.convergence`][].
 
     **Returns:**
 
-    The axes: one row for each solution, from top to bottom, named on the axis. Of a
-    complex value the real part; where the standard error is infinite, no bar.
+    The axes. Each solution has one row, from top to bottom, with its name on the axis.
+    For a complex value the real part is drawn. An infinite standard error has no bar.
 
     **Raises:**
 
@@ -274,7 +285,8 @@ def _curve(
 
 
 def _reference(ax: Axes) -> dict[str, Any]:
-    """The line of the exact value, in the colour of the labels, which a style sets."""
+    """The style of the line of the exact value. Its colour is the colour of the labels,
+    which contrasts with the background in every style."""
     color = ax.xaxis.label.get_color()
     return {"color": color, "linestyle": "--", "linewidth": 1, "label": "exact"}
 

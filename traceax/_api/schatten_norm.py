@@ -1,3 +1,10 @@
+"""Schatten norms, `(sum_i sigma_i^p)^(1/p)` for the singular values sigma_i.
+
+The sum of powers is `tr (A* A)^(p/2)`, by stochastic quadrature with Golub-Kahan
+bidiagonalisation (Ubaru, Chen and Saad 2017; Golub and Kahan 1965). `SchattenNorm` takes
+the root, and its error bar.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,19 +36,24 @@ from .._run.steps import AdaptiveSteps, check_steps
 
 
 class _Schatten(AbstractFunctionTask):
-    """An estimator of the sum of powers of the singular values of an operator with at
-    least as many rows as columns."""
+    """The sum of the p-th powers of the singular values of an operator with at least as
+    many rows as columns. `quantity` takes its root."""
 
     function: SingularPower
     quantity: SchattenNorm = eqx.field(kw_only=True)
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
-        """The estimate, infinite where it underflowed, with a derivative of NaN where the
-        norm has none, and with an error of the lower bound that is one downward."""
+        """The estimate, with three corrections: it is infinite if it underflowed, its
+        derivative is NaN where the norm has none, and the error bar of its lower bound
+        measures decreases of the norm."""
         smallest, largest = estimate.extra["ritz_values"]
+        # A sum of powers that is 0 although a singular value is not would give a norm of
+        # 0 with an error bar of 0. Infinity makes the call fail.
         lost = (largest > 0) & ~(estimate.value > 0)
         value = jnp.where(lost, jnp.inf, estimate.value)
         if self.function.exponent < 1:
+            # The derivative p sigma^(p - 1) is infinite at sigma = 0. Below the rounding
+            # errors a singular value may be 0.
             roundoff = operator.rounding * largest
             value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
         estimate = dataclasses.replace(estimate, value=value)
@@ -59,8 +71,8 @@ def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Ar
 @_undifferentiable.defjvp
 def _undifferentiable_rule(primals, tangents):
     value, where = primals
-    # NaN is put into a factor: in reverse mode a constant in its place would have no
-    # derivative.
+    # NaN is a factor of the tangent. A NaN in the place of the tangent would be a
+    # constant, which reverse mode does not transpose.
     return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 
@@ -77,7 +89,7 @@ def schatten_norm(
     throw: bool = True,
 ) -> Solution:
     """Estimate the Schatten p-norm of a linear operator, $(\\sum_i \\sigma_i^p)^{1/p}$
-    for its singular values $\\sigma_i$, from products with vectors.
+    for its singular values $\\sigma_i$, from matvecs.
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm; for `p < 1` it is a quasi-norm.
     The operator may be rectangular. $\\mathrm{tr} (A^* A)^{p/2}$, or the same with
@@ -110,8 +122,8 @@ def schatten_norm(
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
         singular values.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
-        n products and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
-        are those of the norm.
+        n matvecs and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
+        apply to the norm.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
@@ -119,12 +131,12 @@ def schatten_norm(
     **Returns:**
 
     A [`traceax.Solution`][] with a real scalar `value`, from at most `k * num_steps`
-    products with the operator and as many with its transpose, and with
-    [`traceax.AdaptiveSteps`][] one run more. Memory: `2 num_steps` vectors for each probe
-    of a block. `std_err` is the sampling error, with what rounding changes of small
-    singular values, and where steps are chosen the quadrature error; for `p < 1`, where
-    the norm is a high power of the sum of powers, half of the increase of the norm when
-    that sum is raised by two of its standard errors. Its interval is then wider above
+    matvecs with the operator and as many with its transpose;
+    [`traceax.AdaptiveSteps`][] adds one run. Memory: `2 num_steps` vectors for each probe
+    of a block. `std_err` is the sampling error, with the effect of rounding on small
+    singular values, and where steps are chosen the quadrature error. For `p < 1` the norm
+    is a high power of the sum of powers, and `std_err` is half the increase of the norm
+    when that sum rises by two of its standard errors. The interval is then wider above
     the value than below. `stats` has `"samples"` of the sum of powers; where `p < 4` and
     not 2, `"bracket"` and `"sample_brackets"` of the same sum, which bound the quadrature
     error; and `"ritz_values"`, the smallest and the largest singular value seen.
@@ -139,8 +151,8 @@ def schatten_norm(
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer, or `p` not a Python number.
     - `ValueError`: `p` is not positive and finite; `k` or `num_steps` is too small; `key`
-        is missing; `estimator` is another one than `SLQEstimator`.
-    - An `equinox` run-time error with `throw=True`: a product, or a power of a singular
+        is missing; `estimator` is not an `SLQEstimator`.
+    - An `equinox` run-time error with `throw=True`: a matvec, or a power of a singular
         value, was not finite; rounding errors are a large part of the reported error; a
         tolerance was not met.
 

@@ -1,3 +1,14 @@
+"""The spectral measure `sum_i delta(lambda_i) / n` by stochastic Lanczos quadrature.
+
+Probe i gives a Gauss rule, the masses w_ij (`weights`) at the Ritz values theta_ij
+(`nodes`). With k probes, the integral of a function g is estimated by
+
+    (1 / k) sum_i sum_j w_ij g(theta_ij),
+
+where g is a Gaussian around t for the density, and a step for the cumulative one. Lin,
+Saad and Yang 2016, for the measure; Golub and Welsch 1969, for the rules.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,12 +37,12 @@ from .._run.execution import AbstractExecution, Local
 
 
 class SpectralDensity(eqx.Module):
-    r"""A spectral measure, which has the mass $1/n$ at each eigenvalue, as seen by `k`
-    probes. Made by [`traceax.spectral_density`][].
+    r"""An estimate, from `k` probes, of the spectral measure, which has the mass $1/n$ at
+    each eigenvalue. Made by [`traceax.spectral_density`][].
 
     Probe $i$ gives a Gauss rule, with masses $w_{ij}$ at the nodes $\theta_{ij}$.
-    Quantities of the measure are computed for each rule; their mean over rules comes with
-    its standard error.
+    Quantities of the measure are computed for each rule, and reported as their mean over
+    rules with its standard error.
 
     !!! Example
 
@@ -53,7 +64,7 @@ class SpectralDensity(eqx.Module):
     - `nodes`: the Ritz values, shape `(k, num_steps)`, ascending in each row, real, in
         the units of the eigenvalues.
     - `weights`: the masses, of the same shape. Each row sums to 1.
-    - `num_matvecs`: how many products it was made from.
+    - `num_matvecs`: the number of matvecs that it was made from.
     - `result`: a [`traceax.RESULTS`][] member: `successful` or `nonfinite_product`.
 
     Where a Krylov space was exhausted early, as with few distinct eigenvalues, the other
@@ -76,16 +87,16 @@ class SpectralDensity(eqx.Module):
 
         - `t`: real points of any shape, in the units of the eigenvalues.
         - `width`: the standard deviation of the Gaussian, a positive real number in the
-            same units. With the range of the spectrum over `num_steps`, the error of the
-            quadrature was below a thousandth of the peak of the density where it was
-            measured; at half of that width single nodes show as bumps.
+            same units. If it is the range of the spectrum over `num_steps`, quadrature
+            errors were below a thousandth of the peak of the density in measurements. At
+            half of that width, single nodes show as bumps.
 
         **Returns:**
 
-        The pair `density, std_err`, both of the shape of `t`, in units of one over those
-        of the eigenvalues. The integral of the density is 1. `std_err` is the standard
-        error of the mean over probes at each point alone, `inf` with one probe; errors at
-        neighbouring points are alike. No product is made; memory is an array of
+        The pair `density, std_err`, both of the shape of `t`, in inverse units of the
+        eigenvalues. The integral of the density is 1. `std_err` is the standard error of
+        the mean over probes at each point alone, `inf` with one probe; errors at
+        neighbouring points are correlated. No matvec is made. Memory is an array of
         `points * k * num_steps` numbers, so use `jax.lax.map` for very many points.
 
         **Raises:**
@@ -107,10 +118,10 @@ class SpectralDensity(eqx.Module):
     ) -> tuple[Real[Array, "*p"], Real[Array, "*p"]]:
         """The fraction of the eigenvalues that are at most `t`.
 
-        A rule jumps at its nodes, by their weights. Between two of them it is off by at
-        most the larger of both weights (the inequalities of Chebyshev, Markov and
-        Stieltjes), which the standard error does not see, and more steps reduce. At an
-        eigenvalue itself rounding decides.
+        A rule jumps at its nodes, by their weights. Between two nodes its error is at
+        most the larger of their weights (the inequalities of Chebyshev, Markov and
+        Stieltjes). The standard error does not count this error, and more steps reduce
+        it. At an eigenvalue itself, rounding decides on which side it counts.
 
         **Arguments:**
 
@@ -118,8 +129,8 @@ class SpectralDensity(eqx.Module):
 
         **Returns:**
 
-        The pair `fraction, std_err`, both of the shape of `t`; see `__call__`, whose
-        memory it takes.
+        The pair `fraction, std_err`, both of the shape of `t`. Memory is that of a call
+        of the density.
 
         **Raises:**
 
@@ -129,7 +140,7 @@ class SpectralDensity(eqx.Module):
         return self._mean(Partial(_step), t)
 
     def _mean(self, kernel: Callable[[Array], Array], t: Any) -> tuple[Array, Array]:
-        """Of `kernel(t - node)` under each rule, over the rules."""
+        """The mean over rules of the integral of `kernel(t - node)`, and its error."""
         if self.nodes.ndim != 2:
             raise ValueError(
                 "This is a batch of measures, with `nodes` of shape "
@@ -141,12 +152,12 @@ class SpectralDensity(eqx.Module):
 
 def _real(name: str, value: Any, dtype: Any) -> Array:
     if not eqx.is_array_like(value) and not isinstance(value, list | tuple):
-        found = f"an object of type {type(value).__name__}"
+        kind = f"an object of type {type(value).__name__}"
     elif jnp.iscomplexobj(array := jnp.asarray(value)):
-        found = f"the dtype {array.dtype}"
+        kind = f"the dtype {array.dtype}"
     else:
         return array.astype(dtype)
-    raise TypeError(f"`{name}` must be real. Found {found}. Pass its real part.")
+    raise TypeError(f"`{name}` must be real. Found {kind}. Pass its real part.")
 
 
 def _gaussian(width: Scalar, distance: Array) -> Array:
@@ -161,19 +172,23 @@ def _step(distance: Array) -> Array:
 def _mean_over_rules(
     density: SpectralDensity, kernel: Callable[[Array], Array], t: Real[Array, "*p"]
 ) -> tuple[Real[Array, "*p"], Real[Array, "*p"]]:
-    def at(t):
+    # Samples are means of one rule each: rules of different probes are independent, while
+    # the nodes of one rule are not.
+    def moments_at(t):
         values = jnp.sum(density.weights * kernel(t - density.nodes), axis=1)
         moments = Moments.of(values)
         return moments.mean, moments.std_err()
 
     with standard_promotion():
-        mean, std_err = jax.vmap(at)(t.reshape(-1))
+        mean, std_err = jax.vmap(moments_at)(t.reshape(-1))
     return mean.reshape(t.shape), std_err.reshape(t.shape)
 
 
 def _measure(opened, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
     def rule(flat, index):
         probe = draw_for(flat, sampler, key, index[None])[:, 0]
+        # The weight of node j is |y_1j|^2: `run` has unit vectors, so the norm of the
+        # probe does not enter.
         run = lanczos(flat.mv, probe, num_steps, window=window, eps=flat.eps)
         nodes, vectors = ritz(run.alpha, run.beta)
         return jnp.stack([nodes, vectors[0] ** 2])
@@ -181,7 +196,9 @@ def _measure(opened, k, num_steps, key, sampler, window, execution) -> SpectralD
     flat = opened[0].frozen
     rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
     result = failure(~jnp.all(jnp.isfinite(rules)), RESULTS.nonfinite_product)
-    return SpectralDensity(rules[:, 0], rules[:, 1], k * num_steps, result)
+    return SpectralDensity(
+        nodes=rules[:, 0], weights=rules[:, 1], num_matvecs=k * num_steps, result=result
+    )
 
 
 def spectral_density(
@@ -195,13 +212,13 @@ def spectral_density(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> SpectralDensity:
-    r"""Where the eigenvalues of a Hermitian operator are, by stochastic Lanczos
-    quadrature.
+    r"""Estimate the distribution of the eigenvalues of a Hermitian operator, by
+    stochastic Lanczos quadrature.
 
     The spectral measure of $A$ has the mass $1/n$ at each eigenvalue. Lanczos from a
-    probe $z$ gives a Gauss rule for the measure of which the moments are
-    $z^* A^p z / z^* z$, exact for $p < 2\, \mathrm{num\_steps}$, and in the mean over
-    probes these are $\mathrm{tr}(A^p) / n$.
+    probe $z$ gives a Gauss rule for the measure with the moments $z^* A^p z / z^* z$. It
+    is exact for $p < 2\, \mathrm{num\_steps}$, and the mean over probes of these moments
+    is $\mathrm{tr}(A^p) / n$.
 
     !!! Example
 
@@ -241,18 +258,18 @@ def spectral_density(
     `cumulative` is the distribution function. Real arrays of the operator's precision,
     float32 for operators in bfloat16 or float16.
 
-    There are two errors. That of sampling falls with `k`, and is in the standard errors
-    that its methods give. That of the quadrature falls with `num_steps`, and is small
-    where the smoothing is wider than the range of the spectrum over `num_steps`; no
-    number of probes reduces it.
+    There are two errors. The sampling error falls with `k`, and its methods report it as
+    a standard error. The quadrature error falls with `num_steps`, and is small where the
+    smoothing is wider than the range of the spectrum over `num_steps`; no number of
+    probes reduces it.
 
-    The result is constant to all derivatives. For that of a moment of the measure use
+    The result is constant to all derivatives. For the derivative of a moment use
     [`traceax.trace_of_function`][]. `jit` and `vmap` work; `jax.vmap` over keys gives a
     batch of measures.
 
-    Cost: `k * num_steps` products, one in each step, and `O(n k num_steps^2)` operations.
+    Cost: `k * num_steps` matvecs, one in each step, and `O(n k num_steps^2)` operations.
     Memory: `num_steps` vectors of length n for each probe of a block (with `window=0`
-    those of a step), and `2 k num_steps` numbers for the result.
+    a few), and `2 k num_steps` numbers for the result.
 
     **Raises:**
 
@@ -261,7 +278,7 @@ def spectral_density(
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
         `num_steps` is below 1; `window` is negative; `key` is missing; the sampler's
         dtype does not fit.
-    - An `equinox` run-time error with `throw=True`: a product was not finite.
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite.
 
     ??? cite
 
@@ -299,6 +316,16 @@ def spectral_density(
     num_steps = min(check_positive("num_steps", num_steps), entered.size)
     check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
     window = check_window(window)
-    arguments = (entered, k, num_steps, key, sampler, window, execution)
-    name = "spectral_density"
-    return call(_measure, *arguments, name=name, execution=execution, throw=throw)
+    return call(
+        _measure,
+        entered,
+        k,
+        num_steps,
+        key,
+        sampler,
+        window,
+        execution,
+        name="spectral_density",
+        execution=execution,
+        throw=throw,
+    )

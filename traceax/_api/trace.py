@@ -1,3 +1,5 @@
+"""The trace of an operator."""
+
 from __future__ import annotations
 
 import lineax as lx
@@ -26,7 +28,7 @@ def trace(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate the trace of a square linear operator from `k` products with vectors.
+    """Estimate the trace of a square linear operator from `k` matvecs.
 
     !!! Example
 
@@ -56,12 +58,12 @@ def trace(
         [`traceax.Adaptive`][]: as many as it takes to reach a tolerance.
     - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`. Not
         needed where nothing is random.
-    - `state`: `solution.state` of an earlier call with [`traceax.Adaptive`][], from which
-        this one goes on. Estimator, settings, key, `norm` and `round_size` must be the
-        same, and so must the operator and arrays in the settings, whose numbers are not
-        checked; `max_k` must not be smaller.
-        Numbers of steps and ranks that were chosen automatically stay as they are.
-    - `execution`: where and how many at a time products are made. Default:
+    - `state`: `solution.state` of an earlier call with [`traceax.Adaptive`][], which this
+        call continues. Estimator, settings, key, `norm` and `round_size` must be the
+        same. So must the operator and the arrays in the settings, but their numbers are
+        not checked. `max_k` must not be smaller. Numbers of steps and ranks that were
+        chosen automatically stay as they are.
+    - `execution`: where matvecs are made, and how many at a time. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
         look at `solution.result`.
@@ -69,7 +71,7 @@ def trace(
     **Returns:**
 
     A [`traceax.Solution`][]: `value`, its standard error `std_err`, `result`, `stats`.
-    The estimate is unbiased. Products, samples and memory of each estimator are in
+    The estimate is unbiased. Matvecs, samples and memory of each estimator are in
     [its table of costs](../choose_estimator.md#costs). Operators in bfloat16 or float16
     are applied in their own dtype; everything else is float32, and so are `value` and
     `std_err`.
@@ -86,9 +88,9 @@ def trace(
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
         the sampler's dtype does not fit.
-    - An `equinox` run-time error with `throw=True`: a product was not finite, a
+    - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
-        met, or asks for less than rounding errors.
+        met, or the tolerance is smaller than rounding errors.
     """
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")

@@ -1,3 +1,10 @@
+"""Differences of traces of functions, `tr f(A) - tr f(B)`, from common probes.
+
+The samples are `z* f(A) z - z* f(B) z`, with one z for both operators, which are stacked
+(`_krylov/difference.py`). Their variance is small where `f(A)` and `f(B)` are close,
+while that of two independent estimates is not.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,7 +45,7 @@ from .._run.steps import AdaptiveSteps, check_steps, exact_limit
 
 
 class _TraceDifference(AbstractFunctionTask):
-    """Of two operators that are stacked, with the settings of one call."""
+    """The difference of traces of a function of two operators that are stacked."""
 
     estimator: SLQEstimator
     preconditioner: AbstractPreconditioning | None = eqx.field(kw_only=True)
@@ -47,19 +54,24 @@ class _TraceDifference(AbstractFunctionTask):
     def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps, orthogonal=self.hermitian)
 
-    def _both(self, operator: FlatOperator) -> FlatOperator:
+    def _with_symmetry(self, operator: FlatOperator) -> FlatOperator:
         return dataclasses.replace(operator, hermitian=self.hermitian)
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        settings = self.function, self.gradient, execution
         a, b = (
-            exact_trace_of_function(each, *settings)
-            for each in unstack(self._both(operator))
+            exact_trace_of_function(
+                each,
+                function=self.function,
+                gradient=self.gradient,
+                execution=execution,
+            )
+            for each in unstack(self._with_symmetry(operator))
         )
         assert a.bounds is not None
         assert b.bounds is not None
+        # The lower end of the difference is the lower end of A minus the upper end of B.
         value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
         extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
         extra = entries_without_probes(
@@ -68,7 +80,7 @@ class _TraceDifference(AbstractFunctionTask):
         return dataclasses.replace(
             a,
             value=value,
-            # However small beside the rounding errors of both.
+            # Rounding errors of the two traces may be larger than their difference.
             std_err=(bounds[1, 0] - bounds[0, 0]) / 2,
             samples=value[None],
             result=first_failure(a.result, b.result),
@@ -83,8 +95,8 @@ class _TraceDifference(AbstractFunctionTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        flat, estimator, spent = self._both(operator), self.estimator, 0
-        prepared = None
+        flat, estimator = self._with_symmetry(operator), self.estimator
+        prepared, num_matvecs = None, 0
         call: dict[str, Any] = {"k": k, "num_steps": self.num_steps}
         call |= {"key": key, "execution": execution}
         krylov = Difference(estimator.method(flat, self.function))
@@ -92,14 +104,19 @@ class _TraceDifference(AbstractFunctionTask):
             check_logarithm(flat, self.function)
             prepared = Prepared.of(self.preconditioner, unstack(flat)[0], call)
             outer, call = prepared.preconditioner, prepared.call
-            fn, spent = Congruence(flat.fn, outer, stacked=2), outer.num_matvecs
+            num_matvecs = outer.num_matvecs
+            # tr log A - tr log B = tr log(P^-1/2 A P^-1/2) - tr log(P^-1/2 B P^-1/2): the
+            # determinant of P cancels, so it is not added here.
+            fn = Congruence(flat.fn, outer, stacked=2)
             flat = dataclasses.replace(flat, fn=fn)
+            # A lower bound of the eigenvalues of A is one for P^-1/2 A P^-1/2, if divided
+            # by the largest eigenvalue of P.
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
         estimate = estimator.run(flat, self.function, self.gradient, **call)
         state = estimate.state if prepared is None else prepared.state(estimate.state)
-        spent = spent + estimate.num_matvecs
-        return dataclasses.replace(estimate, num_matvecs=spent, state=state)
+        num_matvecs = num_matvecs + estimate.num_matvecs
+        return dataclasses.replace(estimate, num_matvecs=num_matvecs, state=state)
 
 
 def trace_difference(
@@ -118,10 +135,11 @@ def trace_difference(
 ) -> Solution:
     r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
 
-    The same probes are used with both operators, and the error bar is that of the mean
-    of $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is resolved
-    where the operators are similar, as for the change of a log-determinant with a
-    hyperparameter. Where they are not, the bar is that of independent estimates.
+    Both operators get the same probes, and the error bar is the standard error of the
+    mean of $z^* f(A) z - z^* f(B) z$. So a small difference of two large traces is
+    resolved if the operators are similar, as for the change of a log-determinant with a
+    hyperparameter. If they are not, the bar is about as wide as for independent
+    estimates.
 
     For the difference of plain traces pass `A - B`, which is an operator, to
     [`traceax.trace`][].
@@ -149,9 +167,10 @@ def trace_difference(
     **Arguments:**
 
     - `operator`, `other`: A and B, square, of the same structure and dtype. Tags as for
-        [`traceax.trace_of_function`][]; where one has none, both are taken to have none.
+        [`traceax.trace_of_function`][]; if one has no tag, the tag of the other is
+        ignored.
     - `function`, `k`, `num_steps`, `key`, `state`, `execution`, `throw`: as for
-        [`traceax.trace_of_function`][]. A tolerance is that of the difference.
+        [`traceax.trace_of_function`][]. Tolerances apply to the difference.
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound for both.
     - `preconditioner`: P, as for [`traceax.logdet`][], where the function is
         [`traceax.Log`][] and both operators are tagged. One P, made from either operator,
@@ -160,13 +179,13 @@ def trace_difference(
 
     **Returns:**
 
-    A [`traceax.Solution`][], as that of `trace_of_function`. `stats["num_matvecs"]` is
-    the number of products with each of the two, and of those that P was made from;
-    `"samples"` and `"sample_brackets"` are those of differences, and `"ritz_values"`
-    those of the operator, preconditioned, that is nearer to leaving the domain. The
+    A [`traceax.Solution`][], as from `trace_of_function`. `stats["num_matvecs"]` is the
+    number of matvecs with each of the two, plus those that P was made from. `"samples"`
+    and `"sample_brackets"` belong to the differences, and `"ritz_values"` to the
+    (preconditioned) operator whose Ritz values are nearer to leaving the domain. The
     widths of the two brackets add up, as if their quadrature errors were unrelated. With
-    `k >= n`, `std_err` is how much rounding may change the two traces, which may be more
-    than their difference.
+    `k >= n`, `std_err` is the rounding error of the two traces, which may be larger than
+    their difference.
     Memory: `2 num_steps` vectors of length n for each probe of a block.
 
     Derivatives, of first order, are estimates of $\mathrm{tr}(f'(A)\, dA) -
@@ -174,11 +193,11 @@ def trace_difference(
 
     **Raises:**
 
-    Errors as [`traceax.trace_of_function`][], a `TypeError` for another estimator, and a
-    `ValueError` where structures differ.
+    The errors of [`traceax.trace_of_function`][], a `TypeError` for another estimator,
+    and a `ValueError` where structures differ.
     """
-    both = stack_operators({"operator": operator, "other": other})
-    entered = enter(both, square=False)
+    stack = stack_operators({"operator": operator, "other": other})
+    entered = enter(stack, square=False)
     num_steps = check_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:

@@ -1,3 +1,5 @@
+"""The trace of a function of an operator."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,7 +36,7 @@ def trace_of_function(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate $\\mathrm{tr} f(A)$ for a square operator from products with vectors.
+    """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs.
 
     !!! Example
 
@@ -69,27 +71,26 @@ def trace_of_function(
         with a rule that is made inside another function compiles at each call.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
-        n products and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
+        n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
-    - `gradient`: how derivatives are made: [`traceax.LanczosGradient`][], from the same
-        run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
+    - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
+        same run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
         `Inverse` without a shift, and negative whole powers.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex
-    operator without a tag; at most `k * num_steps` products, and with
-    [`traceax.AdaptiveSteps`][] a run or two more, and n products more where the exact
-    answer had to take the place of the estimate (`stats["exact"]`). `std_err` is the
-    sampling error, with what rounding changes where the function is steep. Where
-    `num_steps` is a number it does not count the quadrature error, which is in
-    [`traceax.Solution.interval`][]; where steps are chosen it does. `stats` has the
-    entries of the estimator, among them those of the quadrature error.
-    Memory is that of the estimator, by default `num_steps` vectors of length n for each
-    probe of a block.
+    A [`traceax.Solution`][] with a real `value`, or a complex one for a complex operator
+    without a tag. It takes at most `k * num_steps` matvecs; [`traceax.AdaptiveSteps`][]
+    adds a run or two, and n matvecs where the exact answer had to take the place of the
+    estimate (`stats["exact"]`). `std_err` is the sampling error, with the effect of
+    rounding where the function is steep. Where `num_steps` is a number, `std_err` does
+    not count the quadrature error, but [`traceax.Solution.interval`][] does; where steps
+    are chosen, both count it. `stats` has the entries of the estimator, among them the
+    quadrature error. The estimator determines the memory: by default it takes `num_steps`
+    vectors of length n for each probe of a block.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.
@@ -102,17 +103,19 @@ def trace_of_function(
         missing; `gradient` does not fit the function, or `estimator` the operator.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding errors are a large part of the reported error;
-        as many steps as [`traceax.AdaptiveSteps`][] allows were too few, and n is too
-        large for the exact answer; a product was not finite; a tolerance was not reached.
+        the steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too
+        large for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
     entered = enter(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     flat = entered.flat
-    function = as_spectral_function(function, flat.dtype, hermitian=flat.hermitian)
     task = TraceOfFunction(
-        estimator=estimator, function=function, gradient=gradient, num_steps=num_steps
+        estimator=estimator,
+        function=as_spectral_function(function, flat.dtype, hermitian=flat.hermitian),
+        gradient=gradient,
+        num_steps=num_steps,
     )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
