@@ -205,7 +205,7 @@ def test_bad(name):
     assert not report.successful
     (problem,) = report.problems
     assert re.search(said, problem), problem
-    assert f"1 problem in {report.num_matvecs} products.\n- Problem: " in str(report)
+    assert f"1 problem in {report.num_matvecs} matvecs.\n- Problem: " in str(report)
 
 
 def test_what_fits():
