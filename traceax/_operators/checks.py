@@ -1,6 +1,7 @@
 """Checks of the operators that users pass to calls."""
 
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import tree_leaves, tree_structure
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._core.checks import is_key
 from .tags import is_complex, is_hermitian
@@ -19,36 +20,37 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def check_square(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
-    """Raise unless the operator maps a space of real or of complex vectors to itself."""
+def _check_square(name: str, inputs: PyTree, outputs: PyTree) -> None:
+    """Raise unless inputs and outputs have the same structure."""
     # Only the shapes: leaves may differ in dtype, as from float16 in to float32 out.
-    structure_in, structure_out = operator.in_structure(), operator.out_structure()
-    shapes_in = [leaf.shape for leaf in tree_leaves(structure_in)]
-    shapes_out = [leaf.shape for leaf in tree_leaves(structure_out)]
-    same_tree = tree_structure(structure_in) == tree_structure(structure_out)
-    if not same_tree or shapes_in != shapes_out:
-        fix = (
-            "For a real rectangular operator J, `J.T @ J` is square; "
-            "`traceax.schatten_norm` takes J itself."
-        )
-        if operator.out_size() == operator.in_size():
-            fix = "The result of `operator.mv` must have the structure of the vector."
-        raise ValueError(
-            f"`{name}` must be square, with the same structure in and out. Found "
-            f"out_size={operator.out_size()}, in_size={operator.in_size()}, with "
-            f"in_structure()={structure_in} and out_structure()={structure_out}. {fix}"
-        )
-    check_spaces(operator, name)
+    shapes_in = [leaf.shape for leaf in tree_leaves(inputs)]
+    shapes_out = [leaf.shape for leaf in tree_leaves(outputs)]
+    if tree_structure(inputs) == tree_structure(outputs) and shapes_in == shapes_out:
+        return
+    size_in, size_out = sum(map(math.prod, shapes_in)), sum(map(math.prod, shapes_out))
+    fix = (
+        "For a real rectangular operator J, `J.T @ J` is square; "
+        "`traceax.schatten_norm` takes J itself."
+    )
+    if size_in == size_out:
+        fix = "The result of `operator.mv` must have the structure of the vector."
+    raise ValueError(
+        f"`{name}` must be square, with the same structure in and out. Found "
+        f"out_size={size_out}, in_size={size_in}, with in_structure()={inputs} and "
+        f"out_structure()={outputs}. {fix}"
+    )
 
 
-def check_spaces(operator: lx.AbstractLinearOperator, name: str = "operator") -> None:
+def _check_spaces(
+    name: str, operator: lx.AbstractLinearOperator, inputs: PyTree, outputs: PyTree
+) -> None:
     """Raise unless the operator maps real vectors to real ones, or complex vectors to
     complex ones."""
-    if 0 in (operator.in_size(), operator.out_size()):
-        raise ValueError(f"`{name}` must have at least one row. Found size 0.")
-    structure_in, structure_out = operator.in_structure(), operator.out_structure()
-    leaves = [*tree_leaves(structure_in), *tree_leaves(structure_out)]
-    dtypes = {leaf.dtype for leaf in [*leaves, *_scalars(operator)]}
+    for structure in inputs, outputs:
+        if all(leaf.size == 0 for leaf in tree_leaves(structure)):
+            raise ValueError(f"`{name}` must have at least one row. Found size 0.")
+    leaves = [*tree_leaves(inputs), *tree_leaves(outputs), *_scalars(operator)]
+    dtypes = {leaf.dtype for leaf in leaves}
     kinds = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes}
     if len(kinds) > 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         raise TypeError(
@@ -111,9 +113,10 @@ _ON_HOST = (
 
 def check_is_operator(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
-) -> None:
+) -> tuple[PyTree, PyTree]:
     """Raise unless `operator` is a lineax operator, square if so asked, of real or of
-    complex vectors. `second` is the argument that follows it, for the error message."""
+    complex vectors. `second` is the argument that follows it, for the error message.
+    Returns the structures of its inputs and its outputs, which take time to compute."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         fix = _how_to_wrap(operator)
         if isinstance(second, lx.AbstractLinearOperator):
@@ -129,13 +132,17 @@ def check_is_operator(
                 f"object of type {_type_name(matrix)}. {_how_to_wrap(matrix)}"
             )
     try:
-        check_square(operator, name) if square else check_spaces(operator, name)
+        inputs, outputs = operator.in_structure(), operator.out_structure()
     except _UNTRACEABLE as error:
         raise TypeError(
             f"The product of `{name}` must be one that JAX can trace. Found a function "
             "that needs the values of traced arrays. Use `jnp` in the place of `numpy` "
             f"and `math`. {_ON_HOST}"
         ) from error
+    if square:
+        _check_square(name, inputs, outputs)
+    _check_spaces(name, operator, inputs, outputs)
+    return inputs, outputs
 
 
 def _type_name(x: Any) -> str:

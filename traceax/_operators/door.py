@@ -72,7 +72,7 @@ class EnteredOperator(eqx.Module):
     @property
     def size(self) -> int:
         """n, the length of the flat vectors that the operator is applied to."""
-        return self.flat.size
+        return sum(leaf.size for leaf in jax.tree.leaves(self.structure))
 
     def open(self) -> tuple[FlatOperator, Facts]:
         """Run the setup, and return the flat operator and its facts."""
@@ -90,7 +90,7 @@ def enter(
     """Check an operator and trace it. `name` is the name of the argument in error
     messages. `second` is the argument that follows it: if that is an operator, and the
     first is none, the message says that they are swapped."""
-    check_is_operator(operator, name=name, square=square, second=second)
+    structures = check_is_operator(operator, name=name, square=square, second=second)
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
@@ -108,8 +108,8 @@ def enter(
             setup, outputs = trace(arrays)
     return EnteredOperator(
         arrays=[*setup.consts, *arrays],
-        structure=operator.in_structure(),
-        square=operator.in_structure() == operator.out_structure(),
+        structure=structures[0],
+        square=structures[0] == structures[1],
         _setup=Code.of(setup.jaxpr),
         _treedef=jax.tree.structure(outputs),
     )
