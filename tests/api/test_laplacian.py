@@ -76,7 +76,7 @@ def held(w, x):
 
 
 def solver(w, x):
-    operator = lx.MatrixLinearOperator(20 * jnp.eye(N) + jnp.outer(x, x) @ w)
+    operator = lx.MatrixLinearOperator(20 * jnp.eye(len(x)) + jnp.outer(x, x) @ w)
     return jnp.sum(lx.linear_solve(operator, x).value ** 2)
 
 
@@ -247,6 +247,38 @@ def test_trees_and_batches():
             np.testing.assert_allclose(found[i], one, rtol=1e-9, atol=1e-12)
 
 
+EXECUTIONS = {
+    "one by one": tx.Local(block_size=1),
+    "two devices": tx.Sharded(tx.probe_mesh(jax.devices()[:2])),
+    "eight devices": tx.Sharded(tx.probe_mesh(), block_size=2),
+}
+
+
+@pytest.mark.slow(but="eight devices")
+@pytest.mark.parametrize("execution", EXECUTIONS.values(), ids=EXECUTIONS)
+def test_on_meshes(execution):
+    """The answers, samples and slopes of one device in one block: exact ones, those of 19
+    directions, which no mesh divides, and of functions with a solve inside."""
+
+    def run(w, x, execution):
+        def value(w):
+            fn, sum_of_both = ft.partial(network, w), lambda x: fn(x) + solver(w, x)
+            exact = tx.laplacian(sum_of_both, x, execution=execution, throw=False)[2]
+            estimate = tx.laplacian(
+                fn, x, k=19, key=KEYS[0], execution=execution, throw=False
+            )[2]
+            total = exact.value + estimate.value
+            return total, (exact.value, estimate.stats["samples"], estimate.std_err)
+
+        return jax.value_and_grad(value, has_aux=True)(w)
+
+    w, x = hermitian(2, np.linspace(0, 2, 20)), np.cos(np.arange(20.0))
+    both = jax.jit(lambda w, x: [run(w, x, each) for each in (execution, tx.Local())])
+    found, expected = both(w, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11 * np.max(np.abs(b)))
+
+
 def test_numbers_are_points():
     for point in (1.0, np.float32(1.0), {"x": 1.0}):
         fn = lambda x: jax.tree.leaves(x)[0] ** 3  # noqa: E731
@@ -265,6 +297,9 @@ def test_bad_input():
         tx.laplacian(fn, X, k=2)
     with pytest.raises(ValueError, match="`k` must be at least 1"):
         tx.laplacian(fn, X, k=0, key=KEYS[0])
+    mesh = jax.make_mesh((2, 2), ("probes", "rows"))
+    with pytest.raises(ValueError, match="must not split vectors by `rows`"):
+        tx.laplacian(fn, X, execution=tx.Sharded(mesh, rows="rows"))
     with pytest.raises(eqx.EquinoxRuntimeError, match="finite"):
         tx.laplacian(lambda x: jnp.sum(jnp.sqrt(x)), np.zeros(N))
 

@@ -48,16 +48,16 @@ def losses(w, batch):
     return jnp.cosh(outputs(w, batch) - batch["y"])
 
 
-def hessian(w, batches, at_once=1):
-    return tx.hessian(total, w, batches, at_once=at_once)
+def hessian(w, batches, chunk_size=1):
+    return tx.hessian(total, w, batches, chunk_size=chunk_size)
 
 
-def ggn(w, batches, at_once=1):
-    return tx.ggn(outputs, loss, w, batches, at_once=at_once)
+def ggn(w, batches, chunk_size=1):
+    return tx.ggn(outputs, loss, w, batches, chunk_size=chunk_size)
 
 
-def fisher(w, batches, at_once=1):
-    return tx.empirical_fisher(losses, w, batches, at_once=at_once)
+def fisher(w, batches, chunk_size=1):
+    return tx.empirical_fisher(losses, w, batches, chunk_size=chunk_size)
 
 
 def dense(make, w, batches):
@@ -118,14 +118,14 @@ def of_all_data(make):
 
 @pytest.mark.slow(but="ggn-2")
 @pytest.mark.parametrize(
-    ("make", "at_once"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
+    ("make", "chunk_size"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
 )
-def test_is_the_operator_of_all_data(make, at_once):
+def test_is_the_operator_of_all_data(make, chunk_size):
     """Matrix, trace of it, and first and second derivatives of the trace, in parameters
     and in data."""
 
     def over_batches(w, batches):
-        operator = make(w, batches, at_once)
+        operator = make(w, batches, chunk_size)
         return trace_by_signs(operator), operator.as_matrix()
 
     found, matrix = everything(over_batches)
@@ -193,7 +193,9 @@ def test_strict_modes():
     with contextlib.ExitStack() as stack:
         for mode, setting in settings:
             stack.enter_context(setting(mode))
-        operator = tx.hessian(lambda w, b: jnp.sum((b @ w) ** 2), w, batches, at_once=2)
+        operator = tx.hessian(
+            lambda w, b: jnp.sum((b @ w) ** 2), w, batches, chunk_size=2
+        )
         np.testing.assert_array_equal(operator.mv(w), np.full(3, 24, w.dtype))
 
 
@@ -236,9 +238,9 @@ SPLITS = {"batches": (P("data"), 4), "examples": (P(None, "data"), 1)}
 def test_data_on_devices(split):
     """A product is one all-reduce of the sums, which stands after the loop over batches
     if these are split, and in it if each of them is."""
-    w, (spec, at_once) = eqx.filter(point(), eqx.is_array), SPLITS[split]
+    w, (spec, chunk_size) = eqx.filter(point(), eqx.is_array), SPLITS[split]
     batches = jax.device_put(data(0), NamedSharding(MESH, spec))
-    product = jax.jit(lambda w, b, v: ggn(w, b, at_once).mv(v))
+    product = jax.jit(lambda w, b, v: ggn(w, b, chunk_size).mv(v))
     compiled = product.lower(w, batches, w).compile()
     found = {kind for kind, _ in collectives(compiled)}
     assert found == {"all-reduce"}, collectives(compiled)
@@ -251,9 +253,9 @@ def test_data_on_devices(split):
 
 
 @ft.partial(jax.jit, static_argnums=(2, 3))
-def trace_and_slope(w, batches, at_once, execution):
+def trace_and_slope(w, batches, chunk_size, execution):
     def trace(w):
-        operator, estimator = ggn(w, batches, at_once), tx.HutchinsonEstimator()
+        operator, estimator = ggn(w, batches, chunk_size), tx.HutchinsonEstimator()
         operator += 0.1 * lx.IdentityLinearOperator(operator.in_structure())
         settings = {"k": 6, "key": jr.key(0), "throw": False, "execution": execution}
         return tx.trace(operator, estimator, **settings).value
@@ -264,9 +266,9 @@ def trace_and_slope(w, batches, at_once, execution):
 @pytest.mark.slow(but="batches")
 @pytest.mark.parametrize("split", SPLITS)
 def test_data_and_probes_on_devices(split):
-    w, (spec, at_once) = eqx.filter(point(), eqx.is_array), SPLITS[split]
+    w, (spec, chunk_size) = eqx.filter(point(), eqx.is_array), SPLITS[split]
     batches = jax.device_put(data(0), NamedSharding(MESH, spec))
-    arguments = w, batches, at_once, tx.Sharded(MESH)
+    arguments = w, batches, chunk_size, tx.Sharded(MESH)
     compiled = trace_and_slope.lower(*arguments).compile()
     # Nothing is gathered but a number or two from each of the two groups of devices.
     gathered = [shape for kind, shape in collectives(compiled) if kind != "all-reduce"]
@@ -290,10 +292,12 @@ def test_bad_batches(batches, found):
         tx.hessian(total, point(), batches)
 
 
-@pytest.mark.parametrize("at_once", [3, 16])
-def test_at_once_divides(at_once):
-    with pytest.raises(ValueError, match=f"`at_once` must divide.*{at_once}, and 8"):
-        tx.ggn(outputs, loss, point(), data(0), at_once=at_once)
+@pytest.mark.parametrize("chunk_size", [3, 16])
+def test_chunk_size_divides(chunk_size):
+    with pytest.raises(
+        ValueError, match=f"`chunk_size` must divide.*{chunk_size}, and 8"
+    ):
+        tx.ggn(outputs, loss, point(), data(0), chunk_size=chunk_size)
 
 
 def test_bad_functions():

@@ -23,10 +23,10 @@ def loss(w, batch):
         lambda **settings: tx.empirical_fisher(jnp.sin, POINT, **settings),
     ],
 )
-def test_at_once_needs_batches(make):
-    with pytest.raises(ValueError, match=r"`at_once` is how.*=2 without `batches`"):
-        make(at_once=2)
-    make(at_once=1)
+def test_chunk_size_needs_batches(make):
+    with pytest.raises(ValueError, match=r"`chunk_size` is how.*=2 without `batches`"):
+        make(chunk_size=2)
+    make(chunk_size=1)
 
 
 def test_lists_of_batches():

@@ -192,9 +192,9 @@ def test_rows_alone():
 def test_blocks():
     """A device that holds a quarter of the rows takes four times as many probes."""
     mesh = make_mesh(8)
-    assert tx.Sharded(mesh).chunk(2**18) == 2 * 4
-    assert tx.Sharded(mesh, rows="rows").chunk(2**18) == 2 * 16
-    assert tx.Sharded(mesh, rows="rows", block_size=3).chunk(2**18) == 2 * 3
+    assert tx.Sharded(mesh).block(2**18) == 2 * 4
+    assert tx.Sharded(mesh, rows="rows").block(2**18) == 2 * 16
+    assert tx.Sharded(mesh, rows="rows", block_size=3).block(2**18) == 2 * 3
 
 
 def test_explicit_axes():

@@ -12,10 +12,12 @@ Zeinhofer and Walther 2025).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -23,26 +25,23 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from .._core.checks import check_point, check_scalar_function
 from .._core.code import FlatFunction
-from .._core.flat import FlatOperator, freeze, from_flat, to_flat
+from .._core.flat import FlatOperator, from_flat, to_flat
 from .._core.moments import Moments
 from .._core.quantity import Trace
 from .._core.sampler import draw, RademacherSampler, require_key
 from .._core.solution import Estimate, Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.taylor import second_derivative
-from .._operators.curvature import hessian
-from .._operators.door import enter, Facts, flatten
+from .._operators.door import enter, Facts
 from .._operators.tags import dtypes
 from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
+from .._run.sharded import Sharded
 from .._run.solve import AbstractTask, solve
 
 
 _Point = TypeVar("_Point", bound=PyTree[Inexact[Array, "..."]])
-# The largest number of directions that go through the function at a time. It bounds the
-# memory, 130 times that of an evaluation. Smaller blocks would make smaller batches.
-_MAX_BLOCK_SIZE = 128
 
 
 def laplacian(
@@ -52,6 +51,7 @@ def laplacian(
     k: int | Adaptive | None = None,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> tuple[Scalar, _Point, Solution]:
     """Evaluate a function, its gradient and its Laplacian, the trace of its Hessian.
@@ -61,10 +61,10 @@ def laplacian(
     Hessian. The backward pass in parameters costs half as much, too. Everything that `fn`
     closes over can be differentiated. For several points, use `jax.vmap`.
 
-    Memory: at most 128 directions are carried at a time. With s directions, each
-    intermediate array of `fn` is held `s + 2` times: itself, its derivatives in the
-    directions, and the sum of its second derivatives. A backward pass keeps the arrays of
-    one such block.
+    Memory: a block of at most 128 directions is carried at a time, or as many as
+    `execution` says. With s directions, each intermediate array of `fn` is held `s + 2`
+    times: itself, its derivatives in the directions, and the sum of its second
+    derivatives. A backward pass keeps the arrays of one such block.
 
     !!! Example
 
@@ -93,7 +93,8 @@ def laplacian(
     - `k`: the number of random directions, which are vectors of signs. With `k >= n`,
         and by default, the n unit vectors are taken, and the Laplacian is exact. Or
         [`traceax.Adaptive`][], with matvecs of the Hessian.
-    - `key`, `state`, `throw`: as for [`traceax.trace`][].
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]. On a mesh each
+        device carries its own share of the directions; vectors cannot be split by `rows`.
 
     **Returns:**
 
@@ -101,13 +102,14 @@ def laplacian(
     `value` is the Laplacian. `stats["num_matvecs"]` is the number of directions.
     Estimates are unbiased, and so are their derivatives. If `std_err` or
     `stats["samples"]` is used, each direction is also carried by itself, which doubles
-    the cost; `jax.jit` removes this work if both are unused. For other estimators, and on
-    several devices, take [`traceax.trace`][] of [`traceax.hessian`][].
+    the cost; `jax.jit` removes this work if both are unused. For other estimators take
+    [`traceax.trace`][] of [`traceax.hessian`][].
 
     **Raises:**
 
     - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` is not a real
         scalar.
+    - `ValueError`: `execution` splits vectors by `rows`.
     - `NotImplementedError`: JAX has no derivative of `fn` in one of the modes.
     - The errors of [`traceax.trace`][].
 
@@ -124,6 +126,12 @@ def laplacian(
         ```
     """
     check_point(x)
+    if isinstance(execution, Sharded) and execution.rows is not None:
+        raise ValueError(
+            "`execution` must not split vectors by `rows`, as `fn` is evaluated as a "
+            f"whole. Found rows={execution.rows!r}. Leave `rows` out, or take "
+            "`traceax.trace` of `traceax.hessian(fn, x)`."
+        )
     x = jax.tree.map(jnp.asarray, x)
     check_scalar_function("fn", fn, x)
     with _differentiating(_REVERSE):
@@ -138,14 +146,14 @@ def laplacian(
 
     size = operator.in_size()
     traced = FlatFunction.of(flat_fn, (size,), dtype)
-    task = _Laplacian(fn=traced, point=to_flat(x, dtype))
+    task = _Laplacian(_HessianOf(fn=traced, point=to_flat(x, dtype)))
     solution = solve(
         task,
         enter(operator),
         k=size if k is None else k,
         key=key,
         state=state,
-        execution=Local(),
+        execution=execution,
         throw=throw,
     )
     return value, gradient, solution
@@ -173,11 +181,26 @@ def _differentiating(how: str) -> Iterator[None]:
         ) from error
 
 
-class _Laplacian(AbstractTask):
-    """The Laplacian of a function of a flat vector at a point."""
+class _HessianOf(eqx.Module):
+    """The Hessian of a function of a flat vector at a point: v -> H v, and traces of
+    `V* H V` for several directions V."""
 
     fn: FlatFunction
     point: Inexact[Array, " n"]
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return jax.jvp(jax.grad(self.fn), (self.point,), (vector,))[1]
+
+    def along(self, directions: Inexact[Array, "s n"]) -> Inexact[Array, ""]:
+        """The sum of the second derivatives along the directions."""
+        with _differentiating(_FORWARD):
+            return second_derivative(self.fn.jaxpr, self.point, directions)
+
+
+class _Laplacian(AbstractTask):
+    """The Laplacian of a function of a flat vector, as the trace of its Hessian."""
+
+    hessian: _HessianOf
     quantity: Trace = Trace()
 
     @property
@@ -195,8 +218,12 @@ class _Laplacian(AbstractTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        size, dtype = self.point.size, self.point.dtype
-        value = self._sum_along(lambda i: jax.nn.one_hot(i, size, dtype=dtype), size)
+        size, dtype = operator.size, operator.dtype
+
+        def unit_vectors(indices):
+            return jax.nn.one_hot(indices, size, dtype=dtype)
+
+        value = self._sum_along(unit_vectors, size, operator, execution)
         zero = jnp.zeros_like(value)
         return Estimate(value, zero, value[None], num_matvecs=size, rounding=0.0)
 
@@ -207,11 +234,11 @@ class _Laplacian(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        operator = self._operator(operator)
         if isinstance(k, Budget):
-            flat = flatten(hessian(self.fn, self.point))
             # Samples go into rounds one by one: their collapsed sum would have no error.
-            return HutchinsonEstimator().measure(Trace(), flat, k, key, execution)
-        size, dtype = self.point.size, self.point.dtype
+            return HutchinsonEstimator().measure(Trace(), operator, k, key, execution)
+        size, dtype = operator.size, operator.dtype
         # The sum over directions is accumulated inside the function, in its precision.
         # The scale, about 1 / sqrt(k), keeps it as large as a mean, so that it does not
         # overflow. It is a power of two, so that it adds no rounding error.
@@ -227,50 +254,59 @@ class _Laplacian(AbstractTask):
             )
             return signs.T
 
+        def sample(flat, index):
+            return flat.fn.along(directions(index[None]))
+
         # Needed for the error bar alone. A compiled program that does not use it leaves
         # this out.
-        frozen, first = freeze(self), directions(jnp.zeros(1, int))[0]
-        samples = frozen._each_along(directions, k)
-        image = flatten(hessian(frozen.fn, frozen.point)).mv(first)
+        frozen, first = operator.frozen, directions(jnp.zeros(1, int))[0]
+        # The width: a direction, and the two derivatives along it.
+        samples = execution.map(sample, frozen, jnp.arange(k), width=3)
+
+        def scaled(indices):
+            return scale * directions(indices)
+
+        total = self._sum_along(scaled, k, operator, execution)
         return Estimate(
-            value=self._sum_along(lambda i: scale * directions(i), k) / (k * scale**2),
+            value=total / (k * scale**2),
             std_err=Moments.of(samples).std_err(),
             samples=samples,
             num_matvecs=k,
             rounding=operator.rounding,
-            magnitude=Trace().size(first, image),
+            magnitude=Trace().size(first, frozen.mv(first)),
             num_samples=k,
         )
 
     def _sum_along(
-        self, directions: Callable[[Int[Array, " s"]], Array], count: int
+        self,
+        directions: Callable[[Int[Array, " s"]], Array],
+        count: int,
+        operator: FlatOperator,
+        execution: AbstractExecution,
     ) -> Inexact[Array, ""]:
         """The sum of the second derivatives along the first `count` directions."""
-        # Blocks of equal size, the last one padded with zero directions.
-        num_blocks = -(-count // _MAX_BLOCK_SIZE)
-        size = -(-count // num_blocks)
+        # Blocks of equal size, of which each share has as many as the others. The last
+        # ones are padded with zero directions.
+        shares = execution.num_shares
+        per_share = -(-count // shares)
+        num_blocks = -(-per_share // max(1, execution.block(operator.size) // shares))
+        size = -(-per_share // num_blocks)
+        indices = jnp.arange(shares * num_blocks * size)
 
-        def block(indices):
-            valid = (indices < count)[:, None]
-            return self._second_derivative(jnp.where(valid, directions(indices), 0))
+        def sum_of_share(flat, blocks):
+            def block(indices):
+                valid = (indices < count)[:, None]
+                return flat.fn.along(jnp.where(valid, directions(indices), 0))
 
-        indices = jnp.arange(num_blocks * size).reshape(num_blocks, size)
-        if num_blocks == 1:
-            return block(indices[0])
-        # With `checkpoint` a backward pass holds the arrays of one block, and not of all.
-        return jnp.sum(jax.lax.map(jax.checkpoint(block), indices))
+            if num_blocks == 1:
+                return block(blocks[0])
+            # With `checkpoint` a backward pass holds the arrays of one block, and not of
+            # all.
+            return jnp.sum(jax.lax.map(jax.checkpoint(block), blocks))
 
-    def _each_along(
-        self, directions: Callable[[Int[Array, " s"]], Array], count: int
-    ) -> Inexact[Array, " k"]:
-        """The second derivative along each of the first `count` directions."""
+        blocks, flat = indices.reshape(shares, num_blocks, size), self._operator(operator)
+        return jnp.sum(execution.map(sum_of_share, flat, blocks, width=size))
 
-        def sample(index):
-            return self._second_derivative(directions(index[None]))
-
-        batch_size = min(count, _MAX_BLOCK_SIZE)
-        return jax.lax.map(sample, jnp.arange(count), batch_size=batch_size)
-
-    def _second_derivative(self, directions: Inexact[Array, "s n"]) -> Inexact[Array, ""]:
-        with _differentiating(_FORWARD):
-            return second_derivative(self.fn.jaxpr, self.point, directions)
+    def _operator(self, stand_in: FlatOperator) -> FlatOperator:
+        """The Hessian as an operator of the size and dtype of the stand-in."""
+        return dataclasses.replace(stand_in, fn=self.hessian, hermitian=True, sign=0)

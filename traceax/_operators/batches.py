@@ -37,7 +37,7 @@ class _MeanProduct(eqx.Module):
     fns: tuple[Callable[..., Any], ...]
     x: PyTree
     batches: PyTree[Array]
-    at_once: int = eqx.field(static=True)
+    chunk_size: int = eqx.field(static=True)
 
     @eqx.filter_jit
     def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
@@ -62,22 +62,22 @@ class _MeanProduct(eqx.Module):
                 vector,
             )
         count = len(jax.tree.leaves(self.batches)[0])
-        if self.at_once == 1:
+        if self.chunk_size == 1:
             sums = sum_over(self.batches)
         else:
             # Contiguous batches share a lane. If the leading axis is split over devices,
             # each device then works on its own batches.
-            size = (self.at_once, count // self.at_once)
+            size = (self.chunk_size, count // self.chunk_size)
             lanes = jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
             sums = jax.tree.map(lambda t: jnp.sum(t, axis=0), jax.vmap(sum_over)(lanes))
         return jax.tree.map(lambda t, v: (t / count).astype(v.dtype), sums, vector)
 
 
-def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]:
+def _check_batches(batches: Any, chunk_size: int) -> PyTree[Shaped[Array, "b ..."]]:
     if batches is None:
         raise ValueError(
-            "`at_once` is how many of the `batches` are processed at the same time. "
-            f"Found at_once={at_once!r} without `batches`."
+            "`chunk_size` is how many of the `batches` are processed at the same time. "
+            f"Found chunk_size={chunk_size!r} without `batches`."
         )
     leaves = jax.tree.leaves(batches)
     shapes = [jnp.shape(leaf) if eqx.is_array_like(leaf) else None for leaf in leaves]
@@ -101,10 +101,10 @@ def _check_batches(batches: Any, at_once: int) -> PyTree[Shaped[Array, "b ..."]]
             "as a part of the batch, or leave it out."
         )
     (count,) = counts
-    if count % check_positive("at_once", at_once):
+    if count % check_positive("chunk_size", chunk_size):
         raise ValueError(
-            f"`at_once` must divide the number of batches. Found {at_once}, and {count} "
-            "batches, the length of the leading axis of `batches`."
+            f"`chunk_size` must divide the number of batches. Found {chunk_size}, and "
+            f"{count} batches, the length of the leading axis of `batches`."
         )
     return jax.tree.map(jnp.asarray, batches)
 
@@ -114,7 +114,7 @@ def mean_operator(
     *fns: Callable[..., Any],
     x: PyTree,
     batches: PyTree,
-    at_once: int,
+    chunk_size: int,
     tags: object,
 ) -> lx.FunctionLinearOperator:
     """The mean of `make(*fns, x)` over batches, where each `fn` has a batch as its second
@@ -123,8 +123,8 @@ def mean_operator(
         make=make,
         fns=fns,
         x=x,
-        batches=_check_batches(batches, at_once),
-        at_once=at_once,
+        batches=_check_batches(batches, chunk_size),
+        chunk_size=chunk_size,
     )
     structure = jax.eval_shape(
         lambda: eqx.filter(convert_bfloat16(x), eqx.is_inexact_array)

@@ -67,7 +67,7 @@ def hessian(
     x: PyTree,
     batches: PyTree | None = None,
     *,
-    at_once: int = 1,
+    chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
     """The Hessian of `f` at `x`, as an operator that is never formed; or, with batches
     of data, the mean of the Hessians of `x -> f(x, batch)`.
@@ -90,11 +90,12 @@ def hessian(
         variables; its other leaves (an Equinox model has some) are constants.
     - `batches`: any PyTree of arrays whose leading axis counts the batches, such as
         `(images, labels)` of shapes `(batches, examples, ...)`. Each matvec is one pass
-        over all batches, with the memory of `at_once` batches, also in derivatives of
+        over all batches, with the memory of one chunk of them, also in derivatives of
         any order. The default, `None`, is for an `f` of `x` alone.
-    - `at_once`: how many batches are processed at the same time; a divisor of their
-        number. If the leading axis is split over devices, pass the number of devices:
-        each device then works on its own batches, and a matvec takes one all-reduce.
+    - `chunk_size`: how many batches are in a chunk, which is processed at the same time;
+        a divisor of their number. If the leading axis is split over devices, pass the
+        number of devices: each device then works on its own batches, and a matvec takes
+        one all-reduce.
 
     **Returns:**
 
@@ -108,12 +109,12 @@ def hessian(
     - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
         floating ones.
     - `ValueError` if `batches` is a list of alike elements, has no arrays, or has leading
-        axes of several lengths; or if `at_once` does not divide that length, or is given
-        without batches.
+        axes of several lengths; or if `chunk_size` does not divide that length, or is
+        given without batches.
     """
-    if batches is not None or at_once != 1:
+    if batches is not None or chunk_size != 1:
         return mean_operator(
-            hessian, f, x=x, batches=batches, at_once=at_once, tags=lx.symmetric_tag
+            hessian, f, x=x, batches=batches, chunk_size=chunk_size, tags=lx.symmetric_tag
         )
     check_scalar_function("f", f, x)
     # The Jacobian of the gradient, in forward mode over reverse mode: each matvec costs
@@ -127,7 +128,7 @@ def ggn(
     x: PyTree,
     batches: PyTree | None = None,
     *,
-    at_once: int = 1,
+    chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
     """The generalised Gauss-Newton matrix $J^T H J$ of `loss(model(x))`; or, with batches
     of data, the mean of these matrices for `x -> loss(model(x, batch), batch)`.
@@ -153,7 +154,7 @@ def ggn(
         `model(x, batch)` if there are batches.
     - `loss`: from the outputs to a real scalar, convex: `loss(outputs)`, or
         `loss(outputs, batch)`.
-    - `x`, `batches`, `at_once`: as in [`traceax.hessian`][].
+    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][].
 
     **Returns:**
 
@@ -166,7 +167,7 @@ def ggn(
     **Raises:**
 
     `TypeError` if `model` does not return floating-point arrays, or `loss` a real scalar;
-    for `x`, `batches` and `at_once` as [`traceax.hessian`][].
+    for `x`, `batches` and `chunk_size` as [`traceax.hessian`][].
 
     ??? cite
 
@@ -183,9 +184,15 @@ def ggn(
         }
         ```
     """
-    if batches is not None or at_once != 1:
+    if batches is not None or chunk_size != 1:
         return mean_operator(
-            ggn, model, loss, x=x, batches=batches, at_once=at_once, tags=_SEMIDEFINITE
+            ggn,
+            model,
+            loss,
+            x=x,
+            batches=batches,
+            chunk_size=chunk_size,
+            tags=_SEMIDEFINITE,
         )
     # The loss is differentiated in the outputs, and not in `x`: H has their size.
     jacobian, outputs = _jacobian(model, x), model(x)
@@ -245,7 +252,7 @@ def empirical_fisher(
     x: PyTree,
     batches: PyTree | None = None,
     *,
-    at_once: int = 1,
+    chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
     """The empirical Fisher matrix: the mean over examples of $g_i g_i^T$, where $g_i$ is
     the gradient at `x` of the loss of example i.
@@ -270,7 +277,7 @@ def empirical_fisher(
 
     - `losses`: returns the losses of all examples, an array of shape `(examples,)` and
         not their mean: `losses(x)`, or `losses(x, batch)` if there are batches.
-    - `x`, `batches`, `at_once`: as in [`traceax.hessian`][]. All batches have the same
+    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][]. All batches have the same
         weight.
 
     **Returns:**
@@ -282,7 +289,7 @@ def empirical_fisher(
     **Raises:**
 
     `TypeError` if `losses` does not return such an array; for `x`, `batches` and
-    `at_once` as [`traceax.hessian`][].
+    `chunk_size` as [`traceax.hessian`][].
 
     ??? cite
 
@@ -297,13 +304,13 @@ def empirical_fisher(
         }
         ```
     """
-    if batches is not None or at_once != 1:
+    if batches is not None or chunk_size != 1:
         return mean_operator(
             empirical_fisher,
             losses,
             x=x,
             batches=batches,
-            at_once=at_once,
+            chunk_size=chunk_size,
             tags=_SEMIDEFINITE,
         )
     out = eqx.filter_eval_shape(losses, x)

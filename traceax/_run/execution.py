@@ -136,7 +136,7 @@ class AbstractExecution(eqx.Module):
         products = self.map(FlatOperator.adjoint_mv, operator, rows)
         return jax.lax.optimization_barrier(products).T
 
-    def chunk(self, n: int, width: int = 1) -> int:
+    def block(self, n: int, width: int = 1) -> int:
         """The number of inputs that `map_reduce` processes at a time, on all devices
         together. A caller that must not hold all results at once passes it so many
         inputs in each call.
@@ -152,6 +152,12 @@ class AbstractExecution(eqx.Module):
         """
         entries = min(_MAX_BLOCK_ENTRIES // n, _MAX_BASIS_ENTRIES // (n * width))
         return max(1, min(_MAX_BLOCK_SIZE, entries))
+
+    @property
+    def num_shares(self) -> int:
+        """The number of shares into which `map_reduce` splits its inputs, each of which
+        is processed by itself: the number of devices of a mesh axis."""
+        return 1
 
     @abc.abstractmethod
     def factorising(self) -> contextlib.AbstractContextManager[None]:
@@ -214,7 +220,7 @@ class Local(AbstractExecution):
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = equal_block_size(count, self.chunk(operator.size, width))
+        block = equal_block_size(count, self.block(operator.size, width))
         if count == 1:
             # No batch axis: under an outer `vmap` a batch of one takes twice the time.
             only = fn(operator, jax.tree.map(lambda x: x[0], xs))
@@ -228,8 +234,8 @@ class Local(AbstractExecution):
         summary = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
         return outs, jax.tree.map(lambda x: x[None], summary)
 
-    def chunk(self, n: int, width: int = 1) -> int:
-        return self.block_size or super().chunk(n, width)
+    def block(self, n: int, width: int = 1) -> int:
+        return self.block_size or super().block(n, width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(by_rows=False)

@@ -10,10 +10,10 @@ from .._core.flat import FlatOperator
 from .execution import AbstractExecution, equal_block_size
 
 
-# The smallest chunk. Each chunk merges its summary into the earlier summary, and the
+# The smallest block. Each block merges its summary into the earlier summary, and the
 # moments of a diagonal have several entries for each of the operator's rows. Where a
 # block has one vector, that would take more time than a cheap matvec.
-_MIN_CHUNK = 8
+_MIN_BLOCK = 8
 
 
 def fold(
@@ -27,34 +27,34 @@ def fold(
 ) -> tuple[Inexact[Array, "*q"], tuple]:
     """The sum of the first results of `fn(operator, i)` for `i = 0, ..., k - 1`, and one
     summary of all results, made by `reduce` and `merge` as in `stream`. Memory is that of
-    one chunk of results."""
-    size = equal_block_size(k, max(_MIN_CHUNK, execution.chunk(operator.size, width)))
+    one block of results."""
+    size = equal_block_size(k, max(_MIN_BLOCK, execution.block(operator.size, width)))
     full = k - k % size
 
-    def fold_chunk(indices):
+    def fold_block(indices):
         outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
         return jnp.sum(outs[0], axis=0), merge(parts)
 
-    def add_chunk(carry, indices):
+    def add_block(carry, indices):
         total, summary = carry
         outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
         term, summary = jnp.sum(outs[0], axis=0), merge(prepend(summary, parts))
         # Rounding errors of like terms, added one after another, do not cancel: float32
-        # would lose four of seven digits of 200,000 equal ones. So the sums of chunks are
+        # would lose four of seven digits of 200,000 equal ones. So the sums of blocks are
         # kept and added at once, unless they take more memory than a vector.
         few = term.size * (k // size) <= operator.size
         return ((total, summary), term) if few else ((total + term, summary), None)
 
     if full == size:
-        total, summary = fold_chunk(jnp.arange(size))
+        total, summary = fold_block(jnp.arange(size))
     else:
-        chunks = jnp.arange(full).reshape(-1, size)
-        empty = zeros_like_shapes(jax.eval_shape(fold_chunk, chunks[0]))
-        (total, summary), terms = jax.lax.scan(add_chunk, empty, chunks)
+        blocks = jnp.arange(full).reshape(-1, size)
+        empty = zeros_like_shapes(jax.eval_shape(fold_block, blocks[0]))
+        (total, summary), terms = jax.lax.scan(add_block, empty, blocks)
         total = total if terms is None else jnp.sum(terms, axis=0)
     if full < k:
         remainder = jnp.arange(full, k)
-        (sum_with_last, summary), term = add_chunk((total, summary), remainder)
+        (sum_with_last, summary), term = add_block((total, summary), remainder)
         total = sum_with_last if term is None else total + term
     return total, summary
 

@@ -175,7 +175,7 @@ class Sharded(AbstractExecution):
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         _check_no_explicit_axes(operator)
-        count, devices = jax.tree.leaves(xs)[0].shape[0], self.mesh.shape[self.axis]
+        count, devices = jax.tree.leaves(xs)[0].shape[0], self.num_shares
         local, xs = Local(self._block(operator.size, width)), self._gather(xs)
         unsplit = operator
         if self.rows is not None:
@@ -212,7 +212,7 @@ class Sharded(AbstractExecution):
     ) -> tuple[PyTree, PyTree]:
         """`compute_share` on each device, by `shard_map`. A table on all devices has the
         summaries of all of them."""
-        devices, split = self.mesh.shape[self.axis], PartitionSpec(self.axis)
+        devices, split = self.num_shares, PartitionSpec(self.axis)
 
         def compute_and_gather(arrays, xs, valid, row):
             # Needed by `check_vma`: cast here once, or a derivative is summed over
@@ -245,7 +245,7 @@ class Sharded(AbstractExecution):
         `lineax.linear_solve` compares the types of vectors with those of its operator,
         and functions inside a matvec keep the mesh of the arrays that they were traced
         with."""
-        devices = self.mesh.shape[self.axis]
+        devices = self.num_shares
 
         def split_first_axis(x):
             other_axes = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
@@ -275,13 +275,17 @@ class Sharded(AbstractExecution):
     ) -> PyTree[Shaped[Array, "m ..."]]:
         return self._gather(super().map(fn, operator, xs, width))
 
-    def chunk(self, n: int, width: int = 1) -> int:
-        return self.mesh.shape[self.axis] * self._block(n, width)
+    def block(self, n: int, width: int = 1) -> int:
+        return self.num_shares * self._block(n, width)
+
+    @property
+    def num_shares(self) -> int:
+        return self.mesh.shape[self.axis]
 
     def _block(self, n: int, width: int) -> int:
         """The block size of one device, which holds its own rows of each vector only."""
         rows = 1 if self.rows is None else self.mesh.shape[self.rows]
-        return Local(self.block_size).chunk(-(-n // rows), width)
+        return Local(self.block_size).block(-(-n // rows), width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(by_rows=self.rows is not None)

@@ -4,7 +4,7 @@ With samples `t_i`, i = 0, ..., k - 1, from independent probes the estimate is t
 
     t = (1/k) sum_i t_i,        Var t = Var(t_i) / k.
 
-Only the moments of the samples are merged over chunks, rounds and devices, and these
+Only the moments of the samples are merged over blocks, rounds and devices, and these
 carry no derivatives: a derivative of the merged moments would communicate once more in
 the backward pass. The function `mean` has the derivative of t instead, from the samples,
 which stay on their devices. See "Architecture" in the developer documentation.
@@ -63,7 +63,7 @@ def stream(
     `reduce(outs, valid)` summarises the results of one device, with their `Moments`
     first, and `merge` turns several stacked summaries into one. A summary of no samples
     is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
-    chunk of them in memory. An adaptive budget compares the error of the value in the
+    block of them in memory. An adaptive budget compares the error of the value in the
     form that `quantity` presents to users with its tolerance.
     """
     if isinstance(k, Budget):
