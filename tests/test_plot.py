@@ -124,6 +124,7 @@ def test_convergence_with_an_unknown_error():
     drawn(ax)
 
 
+@pytest.mark.slow
 def test_convergence_of_a_complex_trace():
     matrix = jnp.diag(jnp.arange(1.0, 101)) + jnp.ones((100, 100))
     operator = lx.MatrixLinearOperator(matrix.astype(jnp.complex64))

@@ -543,6 +543,7 @@ def test_jacobi_preconditioner_of_one_sample():
     assert np.allclose(jacobi.entries, np.abs(found.value), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_jacobi_preconditioner_elsewhere():
     """Wherever a preconditioner is taken: log-determinants, Gaussian densities, diagonals
     of inverses."""

@@ -127,12 +127,7 @@ on_many_keys = pytest.mark.parametrize(("name", "dtype"), REAL_AND_COMPLEX)
 
 
 @pytest.mark.slow(
-    but=(
-        "frobenius-complex128",
-        "rows-complex128",
-        "nuclear-float64",
-        "rows, XNysDiag-float64",
-    )
+    but=("rows, XNysDiag-float64", "frobenius-complex128", "rows-complex128")
 )
 @on_many_keys
 def test_powers_are_unbiased(name, dtype):
@@ -333,6 +328,7 @@ def tree_operator(matrix):
     return lx.FunctionLinearOperator(mv, inside)
 
 
+@pytest.mark.slow(but="7")
 @pytest.mark.parametrize("k", [3, 7])
 def test_trees(k):
     """Transposed too, where probes are on the same side."""

@@ -93,7 +93,7 @@ def three_calls(first, second, key, **settings):
     return found, jax.lax.map(single, jnp.stack([first, second]))
 
 
-@pytest.mark.slow(but="complex, general")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_difference_of_two_calls(name):
     """Samples, ends of brackets and of intervals without sampling."""

@@ -434,6 +434,7 @@ def value_of_callable(x):
 VALUES = [value_of_product, value_of_hessian, value_of_callable]
 
 
+@pytest.mark.slow(but=("value_of_product", "value_of_hessian"))
 @pytest.mark.parametrize("value", VALUES)
 def test_traced_arrays_that_are_closed_over(value):
     """They leave their transformation with no call."""

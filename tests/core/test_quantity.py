@@ -57,13 +57,7 @@ def example():
 
 
 @pytest.mark.slow(
-    but=(
-        "HutchinsonEstimator",
-        "HutchPlusPlusEstimator",
-        "XTraceEstimator",
-        "XNysTraceEstimator",
-        "DiagPlusPlusEstimator",
-    )
+    but=("HutchinsonEstimator", "HutchPlusPlusEstimator", "DiagPlusPlusEstimator")
 )
 @every_estimator
 def test_unbiased(estimator):

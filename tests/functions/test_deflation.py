@@ -183,7 +183,7 @@ def with_block(matrix, block, k, num_steps):
     return jax.lax.map(one, jr.split(jr.key(3), 64))
 
 
-@pytest.mark.slow(but="(2, 9)")
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, (1, 20), (2, 9)], ids=str)
 def test_all_blocks_but_the_last_are_deflated(block):
     """Twelve eigenvalues above a multiple of the identity take 13 columns. Half of the 20

@@ -49,7 +49,7 @@ def test_krylov_aware():
     assert np.std(found[1]) < np.std(plain[1]) / 2
 
 
-@pytest.mark.slow(but="12")
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [12, tx.Adaptive(rtol=1e-6, max_k=32)], ids=str)
 def test_derivative_in_the_parameters_with_deflation(k):
     """Exact: the spectrum falls so fast that deflation leaves nothing to samples."""

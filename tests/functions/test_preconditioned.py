@@ -92,7 +92,7 @@ def check_value_and_slope(samples):
         assert z_score(column, exact) < 4
 
 
-@pytest.mark.slow(but="with_cholesky")
+@pytest.mark.slow
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_gradient_of_a_log_determinant(preconditioner):
     """Value and both derivatives by z-test, 300 keys, false alarm 6e-5 each; and the

@@ -203,7 +203,7 @@ def of_matrix(functions, matrix):
     return [convert(function).of_matrix(matrix) for function in functions]
 
 
-@pytest.mark.slow(but="complex")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POSITIVE)
 def test_functions_of_small_matrices(name):
     """And their derivatives, of matrices whose eigenvectors are well conditioned."""
@@ -233,7 +233,7 @@ def test_defective_matrices_keep_half_the_digits(name, dtype):
         assert np.linalg.norm(ours - exact) < 100 * eps_of(dtype) * size
 
 
-@pytest.mark.slow(but="complex")
+@pytest.mark.slow
 @every_matrix
 def test_exact_once_the_space_is_whole(name):
     """Each sample, by more steps than there are dimensions, after breakdowns too."""

@@ -78,7 +78,7 @@ def run(quick):
     )
 
 
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow(but="docs/getting_started.md")
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page):
     """Line numbers of errors are those of the page."""
@@ -123,6 +123,7 @@ def one_line(text):
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_errors_are_what_the_page_says():
     """Wrapped at will, and `...` stands for anything."""
     page = (ROOT / "docs" / "how_to" / "errors.md").read_text()

@@ -54,6 +54,7 @@ def check(matrix, solution, rtol=1e-4):
     assert abs(solution.value / exact(matrix) - 1) <= 1.5 * rtol
 
 
+@pytest.mark.slow(but=("0.5-1.0", "0.5-1e+100", "0.8-1e-100", "0.8-1.0", "0.8-1e+100"))
 @pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
 @pytest.mark.parametrize("rate", [0.5, 0.8])
 def test_value(rate, scale):
@@ -279,6 +280,7 @@ def test_a_run_that_goes_on_has_the_preconditioner_of_its_samples():
     assert error < 6 * solution.std_err
 
 
+@pytest.mark.slow
 def test_shift_above_eigenvalues_that_the_sketch_sees():
     """Where A less the shift is negative, the preconditioner is the shift."""
     matrix = hermitian(0, np.append(np.full(10, 100.0), np.full(N - 10, 0.1)))

@@ -252,7 +252,7 @@ def test_eigenvalues_below_the_noise(n, condition):
         assert np.all(near | ~left_out.successful)
 
 
-@pytest.mark.slow(but="float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32, np.complex128])
 def test_a_pure_state_has_no_entropy(dtype):
     vector = np.random.default_rng(0).standard_normal(256)
@@ -275,6 +275,7 @@ def test_rules_are_exact_for_polynomials():
         assert np.all(one.inside(np.sum(spectrum**2)))
 
 
+@pytest.mark.slow
 def test_bounds_narrow_with_the_error():
     """The estimate is a few times the error, where the proven bracket is useless."""
     spectrum = np.geomspace(1, 1500, N)

@@ -90,7 +90,7 @@ def check_width(ends, std_err, value, exact, spectrum):
     assert rms <= 3 * spread + 10 * change
 
 
-@pytest.mark.slow(but="function0-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "exact", "estimator", "num_steps", "dtype"),
     [
@@ -297,6 +297,7 @@ def test_transformations_of_the_call():
     assert wide[0] < expected[0, 0] < narrow[0] < narrow[1] < expected[0, 1] < wide[1]
 
 
+@pytest.mark.slow
 def test_it_has_no_derivative():
     def low(scale):
         operator = matrix_free(scale * hermitian(0, POSITIVE["even"]), PSD)

@@ -282,7 +282,7 @@ def test_jit_equals_eager(name, data, batch, seed):
     )
 
 
-@pytest.mark.slow(but="hutchpp")
+@pytest.mark.slow
 @some("hutchpp", "entropy")
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_sharded_equals_local(name, data, batch, seed):

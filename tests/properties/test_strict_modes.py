@@ -80,7 +80,7 @@ def strict():
         yield
 
 
-@pytest.mark.slow(but=("HutchPlusPlus-*", "XTrace-*", "logdet"))
+@pytest.mark.slow(but="XTrace-Sphere")
 @pytest.mark.parametrize("name", CALLS)
 def test_adaptive_budget(name, arguments):
     """Outside of `jit`, to a tolerance that is reached before the largest budget."""

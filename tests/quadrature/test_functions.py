@@ -94,7 +94,7 @@ def test_vmap_over_parameters_costs_no_product(name):
     assert np.allclose(together, expected, rtol=1e-9)
 
 
-@pytest.mark.slow(but="tags1-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tags", "dtype"), [(PSD, np.float32), (PSD, np.float64), ((), np.float64)]
 )
@@ -126,6 +126,7 @@ def test_shifted_inverse(tags, dtype):
     assert np.allclose(exact, np.trace(inverse), **tolerance)
 
 
+@pytest.mark.slow
 def test_bracket_of_a_shifted_inverse():
     """Of a singular operator, whose smallest eigenvalue is known to be 0."""
     matrix = hermitian(0, np.append(0.0, np.geomspace(1e-3, 3, N - 1)))

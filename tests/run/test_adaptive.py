@@ -188,6 +188,9 @@ def test_least_number_of_samples():
     assert never.result == tx.RESULTS.max_matvecs_reached
 
 
+@pytest.mark.slow(
+    but=("Hutchinson", "HutchPlusPlus", "NystromPlusPlus", "XTrace", "XNysTrace")
+)
 @ALL
 def test_budget_ends_first(estimator):
     solution, _, _, rounds = watch(DECAY, estimator, rtol=1e-6)
@@ -314,6 +317,7 @@ def test_an_estimate_that_is_good_enough_is_kept(estimator):
         assert large.stats["num_matvecs"] == small.stats["num_matvecs"] < N
 
 
+@pytest.mark.slow(but=("Hutchinson", "HutchPlusPlus", "XTrace", "XNysTrace"))
 @EVERY
 def test_budget_beyond_the_size(estimator):
     """Which are not enough: the answer is then exact, for n more."""
@@ -377,7 +381,7 @@ def test_compiled_once_for_all_data():
     assert length(16) == length(32)
 
 
-@pytest.mark.slow(but="XTrace")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [HUTCHPP, XTRACE], ids=name)
 def test_tolerances_under_vmap(estimator):
     """Each of a batch stops by itself, and its answer is the one that it has alone."""
@@ -400,7 +404,7 @@ def test_tolerances_under_vmap(estimator):
     assert len(set(stats["num_matvecs"].tolist())) > 1
 
 
-@pytest.mark.slow(but="Hutchinson")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_second_derivative_and_batches(estimator):
     """In a batch, by reverse over reverse mode, and by forward mode."""

@@ -151,7 +151,7 @@ def test_bad_norms(norm, message):
         tx.Adaptive(rtol=0.1, max_k=10, norm=norm)
 
 
-@pytest.mark.slow(but="estimator0-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "tags"), [(HUTCHINSON, ()), (AUTO, PSD)])
 def test_resumed_run_is_one_longer_run(estimator, tags):
     operator = matrix_free(jnp.asarray(DECAY), tags)
@@ -216,6 +216,7 @@ def test_estimator_that_does_not_grow():
         tx.diagonal(operator, tx.DiagPlusPlusEstimator(), k=budget(rtol=0.1), key=KEYS[0])
 
 
+@pytest.mark.slow
 def test_memory_of_signs():
     """One block of probes at a time, in the backward pass too."""
     n, k = 200_000, 256

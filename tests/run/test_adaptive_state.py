@@ -62,7 +62,7 @@ def test_resume_with_more_budget(estimator):
         assert solution.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 
-@pytest.mark.slow(but="HutchPlusPlus")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [HUTCHPP, NYSTROMPP], ids=name)
 def test_resume_of_what_plans(estimator):
     """It plans for the tolerance: what was deflated for a looser one is kept."""
@@ -101,6 +101,7 @@ def test_resume_where_nothing_is_left_to_do():
     assert succeeded(again)
 
 
+@pytest.mark.slow
 def test_state_of_another_call():
     """A longer one, another size of rounds, another estimator, and no state at all."""
     state = trace(OPERATOR, XTRACE, budget(rtol=0.1)).state
@@ -160,6 +161,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_resume_in_another_process(tmp_path):
     np.save(tmp_path / "matrix.npy", DECAY)
     expected = {}

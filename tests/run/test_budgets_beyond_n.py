@@ -28,7 +28,7 @@ OPERATOR = matrix_free(jax.numpy.asarray(DECAY), PSD)
 GENEROUS = {"max_k": 200, "rtol": 1e-9}  # more than n, for what no estimator reaches
 
 
-@pytest.mark.slow(but="XTrace")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE], ids=name)
 def test_value_and_gradient_are_exact(estimator):
     solution, (slope, _) = estimate(DECAY, estimator, budget(**GENEROUS))
@@ -41,6 +41,7 @@ def test_value_and_gradient_are_exact(estimator):
     np.testing.assert_array_equal(samples, np.full_like(samples, solution.value))
 
 
+@pytest.mark.slow
 def test_independent_samples_that_are_hopeless_are_soon_given_up():
     """After `min_samples`, rather than after n of them."""
     solution, _ = estimate(DECAY, HUTCHINSON, budget(**GENEROUS, min_samples=10))
@@ -82,7 +83,7 @@ def test_on_a_mesh():
     assert solution.std_err == 0
 
 
-@pytest.mark.slow(but="Lanczos")
+@pytest.mark.slow
 @pytest.mark.parametrize("tags", [PSD, ()], ids=["Lanczos", "Golub-Kahan"])
 def test_log_determinants(tags):
     """The bracket and the Ritz values are those of the exact answer too."""

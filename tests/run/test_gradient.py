@@ -237,6 +237,7 @@ def test_only_the_value_has_a_derivative(case):
     assert slope(1.0, INDEX[:8] * 1.0, KEYS[0]) == 0
 
 
+@pytest.mark.slow
 def test_hessian_operator():
     """The trace of a Hessian in PyTree parameters, differentiated once and twice."""
     generator = np.random.default_rng(0)

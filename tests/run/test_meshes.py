@@ -114,6 +114,7 @@ def test_complex_single_precision():
     check(trace(tx.HutchinsonEstimator()), matrix, 4, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_complex_sketch():
     check(trace(tx.XTraceEstimator()), positive_definite(N, jnp.complex128), 8)
 
@@ -136,7 +137,7 @@ def test_sketches(estimator, k, tags, size, values):
     check(trace(estimator, k, tags=tags), matrix, size, values=values)
 
 
-@pytest.mark.slow(but="estimator1-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "k", "size"),
     [
@@ -149,6 +150,7 @@ def test_diagonals(estimator, k, size):
     check(diagonal(estimator, k), general(N), size, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_slq():
     """Whole, and in blocks on each device."""
     check(logdet(), positive_definite(N), 4, blocks=[(2, 3)])

@@ -198,6 +198,7 @@ def test_value_and_gradient(makes):
     agree(all_values_and_slopes, makes, list(makes.values()))
 
 
+@pytest.mark.slow
 def test_what_jax_can_check(monkeypatch):
     """The same code where JAX checks that what differs between devices is declared so."""
     unchecked, found = jax.shard_map, []

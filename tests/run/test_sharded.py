@@ -67,6 +67,7 @@ def numbers(output, kind):
     return {name: [float.fromhex(x) for x in values] for _, name, *values in lines}
 
 
+@pytest.mark.slow
 def test_two_processes():
     """On one machine, each with two devices: the same as one process with four."""
     with socket.socket() as free:
@@ -88,6 +89,7 @@ def test_two_processes():
     assert told[0] == told[1] + told[2] > 0, told
 
 
+@pytest.mark.slow
 def test_a_platform_that_does_not_start_is_left_out():
     program = "import traceax as tx; print([each.platform for each in tx.devices()])"
     command = start(3, "-c", program, JAX_PLATFORMS="cpu,tpu")

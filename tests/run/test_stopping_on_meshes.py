@@ -97,6 +97,7 @@ def test_devices_that_would_disagree():
     assert found.stats["num_matvecs"] > BUDGET.round_size
 
 
+@pytest.mark.slow
 def test_loop_in_the_product():
     """A product that iterates itself, by CG, for a number of steps that depends on the
     vector; with a derivative."""
