@@ -29,6 +29,9 @@ FUNCTIONS = {
 }
 
 
+CHOSEN = tx.AdaptiveSteps(share=1e-5)
+
+
 def direction(dtype):
     """Hermitian, of norm about one."""
     generator = np.random.default_rng(1)
@@ -63,7 +66,8 @@ def applied(matrix, along, function, vector, t, num_steps=20):
     return tx.function_of(operator, function, num_steps).mv(vector)
 
 
-@pytest.mark.slow(but=("log-complex128", "callable-*"))
+@pytest.mark.slow(but="log-complex128-20")
+@pytest.mark.parametrize("num_steps", [20, CHOSEN], ids=["20", "chosen"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -74,7 +78,7 @@ def applied(matrix, along, function, vector, t, num_steps=20):
         ("callable", np.complex128),
     ],
 )
-def test_derivative_in_the_operator(name, dtype):
+def test_derivative_in_the_operator(name, dtype, num_steps):
     """In forward and in reverse mode."""
     matrix, along = hermitian(0, SPECTRUM, dtype), direction(dtype)
     u, v = vectors(dtype)
@@ -82,16 +86,85 @@ def test_derivative_in_the_operator(name, dtype):
 
     @jax.jit
     def both(matrix, along, u, v):
-        mv = lambda t: applied(matrix, along, FUNCTIONS[name][0], v, t)  # noqa: E731
+        def mv(t):
+            return applied(matrix, along, FUNCTIONS[name][0], v, t, num_steps)
+
         zero = jnp.zeros((), matrix.real.dtype)
         _, tangent = jax.jvp(mv, (zero,), (jnp.ones_like(zero),))
         return tangent, jax.grad(lambda t: jnp.vdot(u, mv(t)).real)(zero)
 
     tangent, slope = both(matrix, along, u, v)
     size = np.linalg.norm(exact)
-    rtol = 1e-3 if dtype == np.float32 else 1e-6
+    rtol = 1e-3 if dtype == np.float32 or num_steps is CHOSEN else 1e-6
     assert np.linalg.norm(tangent - exact) < rtol * size
     assert abs(slope - np.vdot(u, exact).real) < rtol * size * np.linalg.norm(u)
+
+
+@ft.partial(jax.jit, static_argnums=(1, 3))
+def product_of(matrix, name, vectors, max_steps=None):
+    """Products with several vectors, by numbers of steps that they choose."""
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    steps = tx.AdaptiveSteps(max_steps, share=1e-5)
+    return jax.vmap(tx.function_of(operator, FUNCTIONS[name][0], steps).mv)(vectors)
+
+
+@pytest.mark.slow(but=("log-float64", "inverse-float32"))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_chosen_steps_are_enough_or_say_so(name, dtype):
+    """Of random vectors, zero, and one that has next to nothing of the smallest
+    eigenvalue. No step too few is silent; with room for them all products are right."""
+    eps, n, function = float(np.finfo(dtype).eps), 200, FUNCTIONS[name][1]
+    spectra = {4.0: np.linspace(1, 4, n), 1e2: np.geomspace(0.1, 10, n)}
+    spectra[1e6] = np.append(1e-6, np.linspace(0.5, 1, n - 1))
+    for condition, spectrum in spectra.items():
+        matrix = hermitian(0, spectrum, dtype)
+        wide = np.promote_types(dtype, np.float64)
+        nodes, basis = np.linalg.eigh(matrix.astype(wide))
+        nodes = np.maximum(nodes, spectrum[0])
+        random = np.random.default_rng(1).standard_normal((3, n)).astype(dtype)
+        random[1], lowest = 0, basis[:, 0].astype(dtype)
+        random[2] -= lowest * (lowest.conj() @ random[2] - 1e-3)
+        exact = (basis * function(nodes)) @ basis.conj().T @ random.T
+        for max_steps in (5, n):
+            found = np.asarray(product_of(matrix, name, random, max_steps))
+            errors = np.linalg.norm(found.T - exact, axis=0)
+            sizes = np.linalg.norm(exact, axis=0)
+            rounding = 10 * eps * (1 if name in ("exp", "callable") else condition)
+            right = errors <= (1e-5 + rounding) * sizes
+            assert np.all(right | np.isnan(errors))
+            assert right[1]
+            assert max_steps < n or np.all(right)
+        assert condition > 10 or np.all(np.isfinite(product_of(matrix, name, random)))
+
+
+@pytest.mark.parametrize(("name", "factor"), [("exp", 1.5), ("log", 4)])
+def test_not_many_more_steps_are_made_than_needed(name, factor):
+    """The estimate is twice the change, and comes at most a third of the steps late. For
+    the logarithm it takes steps to see that no eigenvalue is much smaller."""
+    matrix = hermitian(0, np.geomspace(0.1, 10, 300))
+    function, exact, _ = FUNCTIONS[name]
+    flat, vector = flatten(lx.MatrixLinearOperator(matrix, PSD)), jnp.ones(300)
+
+    @jax.jit
+    def run(share):
+        chosen = tx.AdaptiveSteps(200, share)
+        action = Action(flat, function=function, most=200, steps=chosen)
+        _, steps, converged = action.advanced(vector)
+        return steps, converged
+
+    @jax.jit
+    def after(steps):
+        return Action(flat, function=function, most=200, steps=steps)(vector)
+
+    nodes, basis = np.linalg.eigh(matrix)
+    product = basis @ (exact(nodes) * (basis.T @ vector))
+    for share in (1e-2, 1e-5, 1e-8):
+        steps, converged = run(share)
+        errors = [np.linalg.norm(after(s) - product) for s in range(1, int(steps) + 1)]
+        needed = 1 + np.argmax(np.array(errors) <= share * np.linalg.norm(product))
+        assert converged
+        assert needed <= steps <= factor * needed + 2
 
 
 @pytest.mark.slow

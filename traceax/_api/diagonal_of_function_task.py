@@ -158,8 +158,8 @@ class DiagonalOfFunction(AbstractTask):
         # Errors have no derivatives. The run is one that `product` makes for the
         # estimate, with its buffers and steps.
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        advanced = constant.action.advanced(constant.outside(frozen))
-        report = constant.look(advanced, _HIDDEN[adaptive])
+        state, steps, _ = constant.action.advanced(constant.outside(frozen))
+        report = constant.look(state, steps, _HIDDEN[adaptive])
         in_domain = check_domain(
             function,
             operator=flat,
@@ -239,7 +239,7 @@ class DiagonalOfFunction(AbstractTask):
         def excess_after(_, state, steps):
             product, mean_offset, k = constant
             return self._excess(
-                product.after(steps).look(state, _HIDDEN[True]),
+                product.look(state, steps, _HIDDEN[True]),
                 probe=probe,
                 k=k,
                 mean_offset=mean_offset,

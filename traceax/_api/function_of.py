@@ -13,21 +13,21 @@ from typing import Any
 import jax.numpy as jnp
 import lineax as lx
 
-from .._core.checks import check_positive
 from .._functions.action import Action, check_of_eigenvalues
 from .._operators.checks import check_hermitian, check_is_operator
 from .._operators.door import flatten, unflatten
 from .._operators.tags import hermitian_tag
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
+from .._run.steps import AdaptiveSteps, check_steps
 
 
 def function_of(
     operator: lx.AbstractLinearOperator,
     function: AbstractSpectralFunction | Callable[[Any], Any],
-    num_steps: int,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(share=1e-5),
 ) -> lx.FunctionLinearOperator:
-    """$f(A)$ as an operator: each matvec $f(A) v$ takes `num_steps` steps of Lanczos.
+    """$f(A)$ as an operator: each matvec $f(A) v$ is a run of Lanczos.
 
     Pass it to [`traceax.trace`][] to use Hutch++, XTrace or XNysTrace on $f(A)$, or to
     `lineax.diagonal`, or call its `mv`.
@@ -42,7 +42,7 @@ def function_of(
 
         matrix = 3 * jnp.eye(300) - jnp.eye(300, k=1) - jnp.eye(300, k=-1)
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        inverse = tx.function_of(operator, tx.Inverse(), num_steps=50)
+        inverse = tx.function_of(operator, tx.Inverse())
         solution = tx.trace(inverse, tx.XTraceEstimator(), k=40, key=jax.random.key(0))
         print(solution.value, "+-", solution.std_err)
         ```
@@ -53,14 +53,18 @@ def function_of(
         arithmetic with `traceax.hermitian_tag`.
     - `function`: as in [`traceax.trace_of_function`][].
     - `num_steps`: the number of Lanczos steps for each matvec, a Python integer; more
-        than n count as n. The result is exact for polynomials of degree below it.
+        than n count as n. The result is exact for polynomials of degree below it. Or
+        [`traceax.AdaptiveSteps`][], the default: each matvec makes as many steps as
+        reduce the estimate of its error to `share` of its norm, $10^{-5}$ by default. It
+        is NaN if `max_steps`, 128 by default, are too few.
 
     **Returns:**
 
     A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric,
     or `traceax.hermitian_tag` if complex, and positive semidefinite if $f \\ge 0$ on its
     domain. One matvec costs `num_steps` matvecs with `operator`, and as many vectors of
-    memory.
+    memory; with adaptive steps up to a third more matvecs than it needs, and `max_steps`
+    vectors.
 
     The error of the Lanczos approximation depends on the vector, so the operator is
     linear only to that accuracy. First derivatives with respect to the vector, the
@@ -94,7 +98,7 @@ def function_of(
     """
     check_is_operator(operator, second=function)
     check_hermitian(operator)
-    num_steps = min(check_positive("num_steps", num_steps), operator.in_size())
+    num_steps = check_steps(num_steps, operator.in_size())
     flat = flatten(operator)
     function = as_spectral_function(function, flat.dtype)
     check_of_eigenvalues(function)
@@ -102,7 +106,8 @@ def function_of(
     tags = [lx.symmetric_tag if real else hermitian_tag]
     if function.nonnegative:
         tags.append(lx.positive_semidefinite_tag)
-    action = Action(operator=flat, function=function, most=num_steps, steps=num_steps)
+    most = num_steps.most if isinstance(num_steps, AdaptiveSteps) else num_steps
+    action = Action(operator=flat, function=function, most=most, steps=num_steps)
     return unflatten(
         action,
         structure=operator.in_structure(),

@@ -18,9 +18,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .._core.flat import FlatOperator
+from .._core.flat import FlatOperator, freeze
 from .._krylov.lanczos_recurrence import (
     lanczos_advance,
     lanczos_run,
@@ -41,6 +41,7 @@ from .._quadrature.tridiagonal import (
     ritz,
     tridiagonal,
 )
+from .._run.steps import AdaptiveSteps, advance_until, excess
 
 
 # The change of a product by another rule counts this many times. On twenty spectra the
@@ -54,12 +55,16 @@ _GRID_SIZE, _POINTS_PER_HALVING = 40, 4
 
 
 class Action(eqx.Module):
-    """`v -> f(A) v`, by `steps` steps of Lanczos from v, in buffers for `most` steps."""
+    """`v -> f(A) v`, by Lanczos from v, in buffers for `most` steps.
+
+    `steps` is the number of steps. If it is adaptive, then each run makes as many as
+    reduce the error estimate to its share of the norm of the product, and the product is
+    NaN if `most` steps are too few."""
 
     operator: FlatOperator
     function: AbstractSpectralFunction
     most: int = eqx.field(static=True)
-    steps: Int[Array, ""] | int
+    steps: Int[Array, ""] | int | AdaptiveSteps
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         arrays, static = eqx.partition(self, eqx.is_array)
@@ -82,8 +87,9 @@ class Action(eqx.Module):
 
     def matvec(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """`f(A) v`, without rules for derivatives."""
-        run, nodes, vectors = self.run(vector)
-        return self.evaluate(run, nodes, vectors)
+        state, steps, converged = self.advanced(vector)
+        product = self.evaluate(*self.read(state, steps))
+        return product if converged is True else jnp.where(converged, product, jnp.nan)
 
     def evaluate(
         self,
@@ -104,19 +110,49 @@ class Action(eqx.Module):
         self, vector: Inexact[Array, " n"]
     ) -> tuple[LanczosDecomposition, Real[Array, " s"], Real[Array, "s s"]]:
         """A run from this vector, its Ritz values and the eigenvectors of T."""
-        return self.read(self.advanced(vector))
+        state, steps, _ = self.advanced(vector)
+        return self.read(state, steps)
 
-    def advanced(self, vector: Inexact[Array, " n"]) -> LanczosState:
-        """The state of a run from this vector after `steps` steps."""
-        flat = self.operator
-        state = lanczos_start(vector, self.most)
-        return lanczos_advance(flat.mv, state, 0, self.steps, eps=flat.eps)
+    def advanced(
+        self, vector: Inexact[Array, " n"]
+    ) -> tuple[LanczosState, Int[Array, ""] | int, Bool[Array, ""] | bool]:
+        """The state of a run from this vector after its last step, the number of its
+        steps, and whether the number was large enough, as far as that is asked for."""
+        flat, state = self.operator, lanczos_start(vector, self.most)
+
+        def advance(state, first, last):
+            return lanczos_advance(flat.mv, state, first, last, eps=flat.eps)
+
+        if not isinstance(self.steps, AdaptiveSteps):
+            return advance(state, 0, self.steps), self.steps, True
+        constant = freeze(self)
+        return advance_until(
+            advance, state, self.steps, first=2, excess_after=constant.relative_error
+        )
+
+    def relative_error(
+        self, state: LanczosState, steps: Int[Array, ""] | int
+    ) -> Real[Array, ""]:
+        """The estimated truncation error of `f(A) v` over its norm, without the rounding
+        error, which further steps do not reduce."""
+        run, nodes, vectors = self.read(state, steps)
+        # An eigenvector that v has a share of below this one, over n, may be overlooked.
+        # v may be any vector, so this is less than random vectors call for; and for none
+        # at all, functions that are infinite at zero would take half as many steps again.
+        truncated, rounded, _ = self.changes(
+            run, nodes, vectors, hidden=self.operator.eps
+        )
+        values = values_at(self.function, nodes, self.operator.eps)
+        product = two_norm(apply_to_first(nodes, vectors, values))
+        error = jnp.max(jax.vmap(two_norm)(truncated))
+        floor = jnp.max(jax.vmap(two_norm)(rounded)) + self.operator.rounding * product
+        return excess(error - floor, product)
 
     def read(
-        self, state: LanczosState
+        self, state: LanczosState, steps: Int[Array, ""] | int
     ) -> tuple[LanczosDecomposition, Real[Array, " s"], Real[Array, "s s"]]:
         """A run after `steps` steps, its Ritz values and the eigenvectors of T."""
-        run = lanczos_run(state, self.steps)
+        run = lanczos_run(state, steps)
         return run, *ritz(run.alpha, run.beta)
 
     def errors(
@@ -128,8 +164,25 @@ class Action(eqx.Module):
         hidden: float,
     ) -> tuple[Inexact[Array, "r n"], Inexact[Array, "2 n"], Real[Array, "2"]]:
         """Estimates of the errors of `f(A) v` from a run. None of them is proven.
-        `following` is the basis vector of the next step, and `hidden` is explained in
-        `lower_end`.
+        `following` is the basis vector of the next step. The errors are the `changes`, in
+        the basis of the run."""
+        truncated, rounded, beyond = self.changes(run, nodes, vectors, hidden)
+        basis = jnp.append(run.basis, following[None], axis=0)
+        truncated, rounded = (
+            run.norm * jnp.matmul(changes, basis, precision="highest")
+            for changes in (truncated, rounded)
+        )
+        return truncated, rounded, beyond
+
+    def changes(
+        self,
+        run: LanczosDecomposition,
+        nodes: Real[Array, " s"],
+        vectors: Real[Array, "s s"],
+        hidden: float,
+    ) -> tuple[Real[Array, "r q"], Real[Array, "2 q"], Real[Array, "2"]]:
+        """Changes of `f(T) e_1` that estimate the errors of a run. They have one entry
+        more than the run, along v_(s+1). `hidden` is explained in `lower_end`.
 
         - Truncation: twice the change by the Gauss-Radau rule with a node at `lower_end`.
           If the rules of the function do not bracket, also twice the change by the
@@ -143,11 +196,14 @@ class Action(eqx.Module):
         eps, edge, f = self.operator.eps, run.beta[-1], self.function
 
         def first_column(matrix, end=jnp.inf):
-            """`f(T') e_1` for the matrix T' of a rule whose smallest node is `end`."""
+            """`f(T') e_1` for the matrix T' of a rule whose smallest node is `end`, if
+            that is finite."""
             ritz_values, basis = eigh(matrix)
             # The prescribed node is set, not computed: where the function is steep, a
-            # rounding error of the node would change f by more than truncation does.
-            values = values_at(f, ritz_values.at[0].min(end), eps)
+            # rounding error of the node would change f by more than truncation does, and
+            # below zero f may be NaN.
+            smallest = jnp.where(jnp.isfinite(end), end, ritz_values[0])
+            values = values_at(f, ritz_values.at[0].set(smallest), eps)
             return apply_to_first(ritz_values, basis, values)
 
         matrix = tridiagonal(run.alpha, run.beta)
@@ -175,17 +231,16 @@ class Action(eqx.Module):
         shift = eps * jnp.max(jnp.abs(nodes)) * apply_to_first(nodes, vectors, slopes)
         rounded = jnp.stack([recomputed - reference, shift])
         rounded = jnp.pad(rounded, ((0, 0), (0, 1)))
-        changes = jnp.concatenate([truncated, rounded])
         # A rule with a node outside of the domain says nothing.
-        changes = jnp.where(jnp.isnan(changes), 0, changes)
-        basis = jnp.append(run.basis, following[None], axis=0)
-        errors = run.norm * jnp.matmul(changes, basis, precision="highest")
+        truncated, rounded = (
+            jnp.where(jnp.isnan(changes), 0, changes) for changes in (truncated, rounded)
+        )
 
         unknown = (edge > 0) & (lower <= floor) & f.singular_at_zero
         change = f(jnp.maximum(jnp.stack([floor, nodes[0]]), floor))
         down = jnp.stack([change[0] < change[1], change[0] >= change[1]])
         beyond = jnp.where(unknown & down, jnp.inf, 0).astype(edge.dtype)
-        return errors[:-2], errors[-2:], beyond
+        return truncated, rounded, beyond
 
     def residual(
         self,

@@ -73,11 +73,13 @@ class PreconditionedAction(eqx.Module):
         """The same map by another number of steps."""
         return eqx.tree_at(lambda x: x.action.steps, self, steps)
 
-    def look(self, state: LanczosState, hidden: float) -> RunReport:
-        """Report on a run that started from `outside(vector)` and has made all its steps.
-        `hidden` is explained in `Action.lower_end`."""
+    def look(
+        self, state: LanczosState, steps: Int[Array, ""] | int, hidden: float
+    ) -> RunReport:
+        """Report on a run of `steps` steps that started from `outside(vector)`. `hidden`
+        is explained in `Action.lower_end`."""
         action = self.action
-        run, nodes, vectors = action.read(state)
+        run, nodes, vectors = action.read(state, steps)
         # The carry of a run begins with the basis vector of its next step.
         following = state.carry[0]
         truncated, rounding, beyond = action.errors(

@@ -300,34 +300,53 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """The number of steps after which `excess_after(operator, state, steps)` is at most
-    `adaptive.share` for this probe.
-
-    It is computed after 2, 4, 6, 8 and 10 steps, and then each time the number of steps
-    has grown by a third; if `first` is 1, after 1 step too. So at most about a third of
-    the steps are wasted, and the number of excesses, each with a factorisation, grows
-    with the logarithm of the number of steps."""
-    most = adaptive.most
+    `adaptive.share` for this probe. `first` is as in `advance_until`."""
 
     def run(flat, probe):
-        def unfinished(carry) -> Bool[Array, ""]:
-            _, steps, converged = carry
-            return ~converged & (steps < most)
-
-        def advance(carry):
-            state, steps, _ = carry
-            # `clip` returns its upper limit, 2, for any `first` above that.
-            increment = jnp.maximum(jnp.clip(steps, first, 2), steps // 3)
-            next_steps = jnp.minimum(steps + increment, most)
-            state = krylov.advance(flat, state, steps, next_steps)
-            converged = excess_after(flat, state, next_steps) <= adaptive.share
-            return state, next_steps, converged
-
-        state = krylov.start(flat, probe, most)
-        carry = state, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        return jax.lax.while_loop(unfinished, advance, carry)[1]
+        _, steps, _ = advance_until(
+            lambda *steps: krylov.advance(flat, *steps),
+            krylov.start(flat, probe, adaptive.most),
+            adaptive=adaptive,
+            first=first,
+            excess_after=lambda *run: excess_after(flat, *run),
+        )
+        return steps
 
     # One input of an execution and not a plain call, so that on a mesh the operator is
     # applied as it is for the other probes. The width is the number of vectors in a
     # Krylov basis.
     probes = jax.lax.stop_gradient(probe)[None]
-    return execution.map(run, operator.frozen, probes, width=most)[0]
+    return execution.map(run, operator.frozen, probes, width=adaptive.most)[0]
+
+
+def advance_until(
+    advance: Callable[[PyTree[Array], Array, Array], PyTree[Array]],
+    start: PyTree[Array],
+    adaptive: AdaptiveSteps,
+    first: int,
+    excess_after: Callable[[PyTree[Array], Int[Array, ""]], Real[Array, ""]],
+) -> tuple[PyTree[Array], Int[Array, ""], Bool[Array, ""]]:
+    """Run a Krylov method until `excess_after(state, steps)` is at most `adaptive.share`.
+    Returns the state, the number of its steps, and whether the share was reached.
+    `advance(state, first, last)` makes the steps from number `first` to `last`.
+
+    The excess is computed after 2, 4, 6, 8 and 10 steps, and then each time the number of
+    steps has grown by a third; if `first` is 1, after 1 step too. So at most about a
+    third of the steps are wasted, and the number of excesses, each with a factorisation,
+    grows with the logarithm of the number of steps."""
+    most = adaptive.most
+
+    def unfinished(carry) -> Bool[Array, ""]:
+        _, steps, converged = carry
+        return ~converged & (steps < most)
+
+    def advance_and_look(carry):
+        state, steps, _ = carry
+        # `clip` returns its upper limit, 2, for any `first` above that.
+        increment = jnp.maximum(jnp.clip(steps, first, 2), steps // 3)
+        next_steps = jnp.minimum(steps + increment, most)
+        state = advance(state, steps, next_steps)
+        return state, next_steps, excess_after(state, next_steps) <= adaptive.share
+
+    carry = start, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    return jax.lax.while_loop(unfinished, advance_and_look, carry)
