@@ -43,7 +43,7 @@ def solution(value=1.0, std_err=0.1, history=None):
 def density(nodes=((0.0, 1.0, 3.0), (0.5, 2.0, 4.0))):
     nodes = jnp.array(nodes)
     weights = jnp.full(nodes.shape, 1 / nodes.shape[-1])
-    return tx.SpectralDensity(nodes, weights, nodes.size)
+    return tx.SpectralDensity(nodes, weights, nodes.size, nodes.shape[-1])
 
 
 def check(exception, parts, call):
@@ -249,7 +249,7 @@ def test_matplotlib_is_not_imported():
     program = (
         "import sys, jax.numpy as jnp, traceax as tx\n"
         "from unittest.mock import MagicMock\n"
-        "density = tx.SpectralDensity(jnp.ones((2, 2)), jnp.ones((2, 2)) / 2, 4)\n"
+        "density = tx.SpectralDensity(jnp.ones((2, 2)), jnp.ones((2, 2)) / 2, 4, 2)\n"
         "ax = MagicMock()\n"
         "ax.plot.return_value = [MagicMock()]\n"
         "assert tx.plot.spectral_density(density, ax=ax) is ax\n"

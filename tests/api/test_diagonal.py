@@ -168,6 +168,7 @@ def test_right_in_the_mean_with_derivatives(case, dtype):
         assert np.allclose(pulled, found.along[i], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow(but=("XDiag", "AutoDiagonal-tagged"))
 @every_case
 def test_second_derivative_of_a_linear_family_is_zero(case):
     matrices = matrices_for(case, np.float64)

@@ -53,7 +53,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow(but="complex")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_intervals_hold_the_entries(name):
     """Of an entry with the frequency asked for, over 60 keys and all entries, whose
@@ -202,7 +202,7 @@ STEEP = {
 }
 
 
-@pytest.mark.slow(but="root-*")
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [12, N])
 @pytest.mark.parametrize("name", STEEP)
 def test_functions_that_are_steep_at_zero(name, k):

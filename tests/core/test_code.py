@@ -114,6 +114,7 @@ ACTIVATIONS = [jnp.tanh, jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus]
 LOSSES = {x.__name__: ft.partial(network, x) for x in ACTIVATIONS} | {"scan": scanned}
 
 
+@pytest.mark.slow(but=("relu", "softplus"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_hessians_of_networks(name):
     loss = LOSSES[name]

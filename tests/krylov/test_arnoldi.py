@@ -467,7 +467,7 @@ def exactly(kind):
     return slopes_and_solutions(POSITIVE[kind](), functions)
 
 
-@pytest.mark.slow(but=("exp", "inverse*"))
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_exact_budget(function):
     """With k = n: value and gradient, without an error bar."""
@@ -481,7 +481,7 @@ def test_exact_budget(function):
     assert np.allclose(slopes, slope.T, atol=1e-10)
 
 
-@pytest.mark.slow(but="Exp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nilpotent", "Jordan block", "clustered"])
 @pytest.mark.parametrize("function", [tx.Exp(), jnp.exp], ids=["Exp", "callable"])
 def test_defective_operators(name, function):
@@ -651,6 +651,7 @@ def test_transforms():
     assert np.allclose(found.value, alone[0][0])
 
 
+@pytest.mark.slow
 def test_low_precision_operators():
     matrix = MATRICES["random"]()
     exact = np.trace(scipy.linalg.expm(matrix))

@@ -204,7 +204,7 @@ def inflated(samples, std_err):
     return (1 + 2 * (1 + skewness**2 + (4 / m) ** 2) / m) * std_err
 
 
-@pytest.mark.slow(but=("6-complex128-XDiag", "6-complex128-XNysTrace-improved"))
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_is_what_fewer_probes_give(case, m, dtype):
@@ -260,7 +260,7 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
-@pytest.mark.slow(but="6-*")
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize(("m", "dtype"), [(5, np.float64), (6, np.complex128)])
 def test_frame_is_that_of_fewer_probes(case, m, dtype):
@@ -317,6 +317,7 @@ def grown(estimator, matrix, probes, k):
     return readings(sketch), jnp.sum(sketch.valid)
 
 
+@pytest.mark.slow
 @one_of_each
 def test_half_full_buffers(case):
     """What is read of the valid samples is that of a sketch of as many."""
@@ -331,6 +332,7 @@ def test_half_full_buffers(case):
             assert np.allclose(x, y, rtol=1e-6, atol=1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c.semidefinite], ids=str)
 def test_shift_of_coarse_products(case):
     """What is added to the operator, in proportion to the roundoff of its products, is

@@ -90,7 +90,7 @@ def operators(model, x):
     }
 
 
-@pytest.mark.slow(but=("tree", "mlp"))
+@pytest.mark.slow(but="tree")
 @pytest.mark.parametrize("kind", ["array", "tree", "mlp"])
 def test_against_dense(kind):
     model, x = point(kind, np.float64)
@@ -122,6 +122,7 @@ def test_structure_and_tags():
         assert lx.is_symmetric(op)
 
 
+@pytest.mark.slow
 def test_estimate_of_float32_tree():
     """Random probes of PyTrees: within 6 reported standard errors (fixed seed)."""
     model, x = point("mlp", np.float32)

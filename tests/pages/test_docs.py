@@ -78,7 +78,7 @@ def run(quick):
     )
 
 
-@pytest.mark.slow(but="docs/getting_started.md")
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page):
     """Line numbers of errors are those of the page."""

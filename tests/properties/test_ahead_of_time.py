@@ -89,7 +89,7 @@ def compiled_ahead_of_time(name):
     return jitted(name).lower(example(), KEY).compile()
 
 
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow(but=("hutchinson", "sharded", "logdet"))
 @everything
 def test_ahead_of_time(name):
     """The same, up to rounding, as without `jit`, which compiles once for all data."""
@@ -108,6 +108,7 @@ def test_ahead_of_time(name):
     assert shapes_of(jitted(name).eval_shape(*second)) == shapes_of(expected)
 
 
+@pytest.mark.slow(but="slope-xtrace-jit")
 @pytest.mark.parametrize(
     ("name", "jit"),
     [
@@ -128,6 +129,18 @@ def test_compiled_by_a_call(name, jit):
         assert all(map(np.array_equal, ahead(example(), KEY), found))
 
 
+@pytest.mark.slow(
+    but=(
+        "xnystrace",
+        "diagonal-hutchinson",
+        "diagonal-diagpp",
+        "exact",
+        "logdet-cholesky",
+        "frobenius-products",
+        "divergence",
+        "slope-xtrace",
+    )
+)
 @everything
 def test_shapes_without_computing(name):
     """Of a matrix of 8 TB."""
@@ -194,6 +207,7 @@ COUNTING = {
 }
 
 
+@pytest.mark.slow(but="hutchinson")
 @pytest.mark.parametrize("name", COUNTING)
 def test_no_second_trace_without_jit(name):
     function, counts = COUNTING[name], CountingSampler.counts
@@ -231,9 +245,7 @@ def exported(name):
     return jax.export.export(jitted(name), platforms=PLATFORMS)(example(), KEY)
 
 
-@pytest.mark.slow(
-    but=("hutchinson", "xtrace", "diagonal-hutchinson", "logdet", "laplacian", "sharded")
-)
+@pytest.mark.slow(but=("hutchinson", "diagonal-hutchinson"))
 @everything
 def test_export_for_every_platform(name):
     loaded = jax.export.deserialize(exported(name).serialize())

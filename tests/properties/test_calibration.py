@@ -46,7 +46,7 @@ def optimised_traces(matrices, estimator, keys, k):
     return jax.lax.map(lambda key: jax.vmap(one, (0, None))(matrices, key), keys)
 
 
-@pytest.mark.slow(but=("Hutchinson-*-10", "NystromPlusPlus-*-10", "XTrace-*-10"))
+@pytest.mark.slow(but="Hutchinson-Rademacher-10")
 @pytest.mark.parametrize("m", [10, 30, 60])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_standard_error_is_honest(case, m):

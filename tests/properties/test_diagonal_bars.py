@@ -72,7 +72,7 @@ def exact():
     return np.diagonal(matrices(), axis1=1, axis2=2)
 
 
-@pytest.mark.slow(but=("signs-20", "Diag++-20"))
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [20, 60])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_bars_of_every_entry(name, k):

@@ -132,7 +132,7 @@ def test_small_rounds():
     assert np.mean((low <= exact) & (exact <= high)) >= 0.95
 
 
-@pytest.mark.slow(but="*-float32")
+@pytest.mark.slow(but="frobenius_norm-float32")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize(
     "call",

@@ -461,6 +461,7 @@ SECOND = {
 }
 
 
+@pytest.mark.slow(but=("logdet-12", "inverse-12"))
 @every_budget
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivative_of_the_default_gradient(name, k):
@@ -578,6 +579,7 @@ def exp(scale):
     return tx.Exp(np.asarray(scale))
 
 
+@pytest.mark.slow
 def test_function_that_overflows():
     operator = matrix_operator(MATRIX)
     call = lambda throw: trace_of(exp(1e4), operator, throw=throw)  # noqa: E731
@@ -614,6 +616,7 @@ def test_adjoint_products_that_are_not_finite():
     check_failure(tx.RESULTS.nonfinite_product, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [exp(1.0), tx.Entropy(), jnp.log], ids=["Exp", "Entropy", "jnp.log"]
 )

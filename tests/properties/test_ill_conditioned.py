@@ -118,7 +118,7 @@ def test_steps_that_are_left_out(name):
         assert not np.any(successful) or np.isfinite(right), case
 
 
-@pytest.mark.slow(but="6-log")
+@pytest.mark.slow
 @every_function
 @pytest.mark.parametrize("num_steps", [6, 20])
 def test_steps_that_are_given(name, num_steps):

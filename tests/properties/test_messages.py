@@ -140,6 +140,7 @@ def test_the_largest_singular_value():
     np.testing.assert_allclose(largest, np.linalg.norm(GENERAL, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [8, N])
 def test_a_semidefinite_tag_of_what_is_not_symmetric(k):
     """Its antisymmetric part is no rounding error."""
@@ -153,7 +154,7 @@ def test_a_semidefinite_tag_of_what_is_not_symmetric(k):
     assert "leave out the tag" in causes
 
 
-@pytest.mark.slow(but="float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.usefixtures("without_exact_answers")
 def test_a_symmetric_operator_without_its_tag(dtype):

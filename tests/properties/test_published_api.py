@@ -31,6 +31,7 @@ ESTIMATORS = [
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 
+@pytest.mark.slow(but=("HutchinsonEstimator", "HutchPlusPlusEstimator"))
 @every_estimator
 def test_estimators(estimator):
     matrix = hermitian(0, np.arange(1, 31) ** -1.0)

@@ -118,7 +118,7 @@ def floor_of(call, size):
 # --- values ---
 
 
-@pytest.mark.slow(but=("trace", "exp"))
+@pytest.mark.slow(but="trace")
 @some(*SHORT)
 @given(data=st.data(), batch=BATCHES, seed=SEEDS)
 def test_estimates(name, data, batch, seed):

@@ -91,6 +91,7 @@ def test_adaptive_budget(name, arguments):
     assert np.isfinite(solution.value)
 
 
+@pytest.mark.slow(but="XTrace-Sphere")
 @pytest.mark.parametrize("name", [str(CASES[0]), "XTrace-Sphere", "logdet"])
 def test_gradient(name, arguments):
     """Of a fixed budget, within `jit`."""

@@ -77,7 +77,7 @@ CALLS = {
 }
 
 
-@pytest.mark.slow(but=("exp", "general inverse", "exact"))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_vmap_over_parameters_costs_no_product(name):
     """As many as one call makes; and each value is that of dense matrix functions, which

@@ -48,7 +48,7 @@ SPECTRA = {
 # --- dtypes, ranks and scales: one program for each estimator and dtype ---
 
 
-@pytest.mark.slow(but="XTrace")
+@pytest.mark.slow
 @AS_FIXED
 def test_same_as_fixed_budget(estimator):
     """Value, standard error, samples and gradient, for spectra of every kind and rank."""
@@ -127,15 +127,7 @@ def test_nystrompp_by_its_definition(dtype, kind):
     assert np.abs(solution.value - np.mean(expected)) <= tolerance
 
 
-@pytest.mark.slow(
-    but=(
-        "Hutchinson-complex64",
-        "HutchPlusPlus-complex64",
-        "XTrace-complex64",
-        "NystromPlusPlus-float32",
-        "XTrace-float32",
-    )
-)
+@pytest.mark.slow(but=("HutchPlusPlus-complex64", "NystromPlusPlus-float32"))
 @pytest.mark.parametrize(
     ("estimator", "dtype"),
     [(each, np.complex64) for each in (HUTCHINSON, HUTCHPP, XTRACE, XNYS)]

@@ -54,7 +54,7 @@ def run(matrix, estimator, keys, tags, k):
     return jax.lax.map(one, keys)
 
 
-@pytest.mark.slow(but=("signs", "XDiag"))
+@pytest.mark.slow(but="signs")
 @every_case
 def test_reaches_the_tolerance(estimator, tags, matrix, rtol):
     """In the two-norm, with at least 93% of 200 keys but for a chance of 1e-5; and the

@@ -190,6 +190,7 @@ def test_resume_in_another_process(tmp_path):
 # --- errors ---
 
 
+@pytest.mark.slow(but=("Hutchinson", "XTrace"))
 @pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE, SLQ], ids=name)
 def test_error_where_the_budget_ends_first(estimator):
     solution = trace(OPERATOR, estimator, budget(**LONG))

@@ -115,6 +115,7 @@ def test_going_on_with_a_budget_beyond_n(more, products):
     assert succeeded(again) == (products > N)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_run_that_took_the_exact_answer():
     first, _ = estimate(DECAY, XTRACE, budget(**GENEROUS))
     again = budget(**GENEROUS)

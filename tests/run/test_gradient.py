@@ -89,7 +89,7 @@ def derivatives(case, dtype):
     return [np.asarray(x) for x in found]
 
 
-@pytest.mark.slow(but=("*-float64", "XTrace-*-complex128"))
+@pytest.mark.slow(but=("Hutchinson-Rademacher-float64", "XTrace-Sphere-float64"))
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 @every_case
 def test_first_and_second_derivatives_are_unbiased(case, dtype):
@@ -100,6 +100,7 @@ def test_first_and_second_derivatives_are_unbiased(case, dtype):
     assert z_score(second, 2 * traces[0] + np.exp(THETA) * traces[1]) < 4
 
 
+@pytest.mark.slow(but="Hutchinson-Rademacher")
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4]], ids=str)
 def test_forward_equals_reverse_and_vmap_the_loop(case):
     """By one rule for all sketches."""
@@ -206,6 +207,7 @@ def test_gradient_of_a_negative_semidefinite_operator(case):
     assert np.allclose(gradient[0], positive[1], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow(but="case0")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.semidefinite])
 def test_no_factorisation_is_added_by_the_gradient(case):
     """The compiled gradient calls LAPACK no more often than the value does."""

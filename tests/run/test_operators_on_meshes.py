@@ -257,7 +257,7 @@ def set_mesh(kind):
     return jax.set_mesh(jax.make_mesh((4,), ("probes",), axis_types=(kind,)))
 
 
-@pytest.mark.slow(but="closure")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "x"),
     [
@@ -331,7 +331,7 @@ def test_identity():
     assert hutchinson(operator, tx.Local()) == hutchinson(operator, SHARDED) == N
 
 
-@pytest.mark.slow(but="estimator0")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
 def test_callback_in_an_adaptive_run(estimator):
     """Reverse mode of a loop with an effect. The product may be called more than once a

@@ -143,6 +143,7 @@ def test_matrix(name, size):
     agree(name, dense, placed, rows)
 
 
+@pytest.mark.slow(but="Hutchinson")
 @pytest.mark.parametrize("name", ["Hutchinson", "XTrace"])
 def test_a_sharded_array_is_not_gathered(name):
     """Without `rows`, where vectors are whole."""
@@ -154,6 +155,7 @@ def test_a_sharded_array_is_not_gathered(name):
     assert not gathered, gathered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["XTrace", "Hutch++"])
 def test_singular(name):
     """Rank 3, so that most columns of the products are dependent."""

@@ -30,15 +30,7 @@ def of_function(k, state=None, *, function=None, num_steps=6, **others):
     return tx.trace_of_function(OPERATOR, function, throw=False, **settings, **others)
 
 
-@pytest.mark.slow(
-    but=(
-        "others1-integer_pow",
-        "others2-Power",
-        "others3-num_steps=5",
-        "others4-NormalSampler",
-        "others5-columns=3",
-    )
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "found"),
     [

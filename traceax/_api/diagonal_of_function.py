@@ -11,7 +11,7 @@ from .._core.quantity import Diagonal
 from .._core.solution import Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
-from .._functions.action import check_of_eigenvalues
+from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
 from .._operators.checks import check_hermitian
 from .._operators.door import enter

@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import lineax as lx
 
-from .._functions.action import Action, check_of_eigenvalues
+from .._functions.action import Action
+from .._functions.base import check_of_eigenvalues
 from .._operators.checks import check_hermitian, check_is_operator
 from .._operators.door import flatten, unflatten
 from .._operators.tags import hermitian_tag

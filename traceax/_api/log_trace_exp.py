@@ -18,12 +18,12 @@ import lineax as lx
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
-from .._core.checks import check_instance, real_scalar
+from .._core.checks import real_scalar
 from .._core.flat import FlatOperator
 from .._core.moments import LogMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
-from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
+from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import bounds_around
 from .._functions.log_exponential import (
@@ -32,6 +32,7 @@ from .._functions.log_exponential import (
     LogExponentialForm,
     unbiased_log,
 )
+from .._functions.slq import lanczos_of, SLQEstimator
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import eigh
 from .._operators.checks import check_hermitian
@@ -262,13 +263,12 @@ def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
 def log_trace_exp(
     operator: lx.AbstractLinearOperator,
     scale: Scalar | float = 1.0,
+    estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int | Adaptive,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
-    sampler: AbstractSampler = RademacherSampler(),
-    window: int | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
@@ -306,6 +306,8 @@ def log_trace_exp(
     - `operator`: a Hermitian `lineax.AbstractLinearOperator`, tagged so, as for
         [`traceax.trace_of_function`][].
     - `scale`: s, a real number or array of shape `()`.
+    - `estimator`: the sampler of the probes and the `window` of Lanczos, as
+        `SLQEstimator(sampler, Lanczos(window))`; a `lower_bound` is of no use here.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
         10% of the trace.
@@ -315,9 +317,6 @@ def log_trace_exp(
         [`traceax.AdaptiveSteps`][], the default: one more run chooses a number that makes
         the quadrature error small compared with the sampling error or the tolerance.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
-    - `sampler`: the distribution of the probes. Default:
-        [`traceax.RademacherSampler`][].
-    - `window`: as for [`traceax.Lanczos`][].
 
     **Returns:**
 
@@ -348,7 +347,7 @@ def log_trace_exp(
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `window` is negative or no integer; `key` is missing.
+        `num_steps` is too small; `key` is missing.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite; the budget,
         or the largest number of adaptive steps, is too small for the tolerance.
 
@@ -369,12 +368,12 @@ def log_trace_exp(
     entered = enter(operator)
     check_hermitian(operator)
     num_steps = check_steps(num_steps, entered.size)
-    check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
+    sampler, krylov = lanczos_of(estimator)
     task = _LogTraceExp(
         scale=real_scalar("scale", scale),
         num_steps=num_steps,
         sampler=sampler,
-        krylov=Lanczos(window),
+        krylov=krylov,
     )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

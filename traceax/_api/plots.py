@@ -155,7 +155,7 @@ def spectral_density(
         # the dtype resolves.
         size = max(abs(low), abs(high)) or 1.0
         spread = max(high - low, float(np.finfo(nodes.dtype).eps) ** 0.5 * size)
-        width = spread / min(_MAX_RESOLUTION, nodes.shape[-1])
+        width = spread / min(_MAX_RESOLUTION, int(np.max(density.num_steps)))
     margin = 3 * float(width)
     t = np.linspace(low - margin, high + margin, _NUM_POINTS)
     value, std_err = density(t, width)

@@ -19,21 +19,24 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, ArrayLike, PRNGKeyArray, Real, Scalar
+from jaxtyping import Array, ArrayLike, Int, PRNGKeyArray, Real, Scalar
 
 from .._core.arithmetic import standard_promotion
-from .._core.checks import check_instance, check_key, check_positive, check_window
+from .._core.checks import check_key, check_positive
 from .._core.jax_interfaces import Tracer
 from .._core.moments import Moments
 from .._core.results import failure, RESULTS
-from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
-from .._krylov.lanczos_recurrence import lanczos
+from .._core.sampler import draw_for
+from .._functions.slq import lanczos_of, SLQEstimator
+from .._krylov.lanczos_recurrence import lanczos_run, LanczosState
 from .._operators.checks import check_hermitian
 from .._operators.door import enter
+from .._quadrature.distance import sampling_distance, wasserstein
 from .._quadrature.tridiagonal import ritz
 from .._run.adaptive import Adaptive
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
+from .._run.steps import AdaptiveSteps, check_steps, choose_steps, excess, Steps
 
 
 class SpectralDensity(eqx.Module):
@@ -64,7 +67,9 @@ class SpectralDensity(eqx.Module):
     - `nodes`: the Ritz values, shape `(k, num_steps)`, ascending in each row, real, in
         the units of the eigenvalues.
     - `weights`: the masses, of the same shape. Each row sums to 1.
-    - `num_matvecs`: the number of matvecs that it was made from.
+    - `num_matvecs`: the number of matvecs that it was made from, an integer.
+    - `num_steps`: the number of steps of each probe, an integer. If it was chosen, arrays
+        have room for more: the further nodes have no weight.
     - `result`: a [`traceax.RESULTS`][] member: `successful` or `nonfinite_product`.
 
     Where a Krylov space was exhausted early, as with few distinct eigenvalues, the other
@@ -74,7 +79,8 @@ class SpectralDensity(eqx.Module):
 
     nodes: Real[Array, "k s"]
     weights: Real[Array, "k s"]
-    num_matvecs: int = eqx.field(static=True)
+    num_matvecs: Int[Array, ""] | int
+    num_steps: Int[Array, ""] | int
     result: Any = eqx.field(default_factory=lambda: RESULTS.successful)
     estimated: ClassVar[tuple[str, ...]] = ("nodes", "weights")
 
@@ -184,31 +190,67 @@ def _mean_over_rules(
     return mean.reshape(t.shape), std_err.reshape(t.shape)
 
 
-def _measure(opened, k, num_steps, key, sampler, window, execution) -> SpectralDensity:
-    def rule(flat, index):
-        probe = draw_for(flat, sampler, key, index[None])[:, 0]
-        # The weight of node j is |y_1j|^2: `run` has unit vectors, so the norm of the
-        # probe does not enter.
-        run = lanczos(flat.mv, probe, num_steps, window=window, eps=flat.eps)
-        nodes, vectors = ritz(run.alpha, run.beta)
-        return jnp.stack([nodes, vectors[0] ** 2])
+def _rule(
+    state: LanczosState, steps: Int[Array, ""] | int
+) -> tuple[Real[Array, " s"], Real[Array, " s"]]:
+    """The nodes and the weights of the Gauss rule of a run of `steps` steps."""
+    run = lanczos_run(state, steps)
+    nodes, vectors = ritz(run.alpha, run.beta)
+    # A run has unit vectors, so the norm of the probe does not enter.
+    return nodes, vectors[0] ** 2
 
+
+def _measure(opened, k, num_steps, key, estimator, execution) -> SpectralDensity:
     flat = opened[0].frozen
-    rules = execution.map(rule, flat, jnp.arange(k), width=num_steps)
+    sampler, krylov = lanczos_of(estimator)
+
+    def probe(flat, index):
+        return draw_for(flat, sampler, key, index[None])[:, 0]
+
+    def excess_after(flat, state, steps):
+        # The change of the last half of the steps is about the error before it, and so
+        # more than the error after it.
+        nodes, weights = _rule(state, steps)
+        change = wasserstein(nodes, weights, *_rule(state, -(-steps // 2)))
+        rounding = flat.rounding * jnp.max(jnp.abs(nodes))
+        return excess(change - rounding, sampling_distance(nodes, weights, flat.size, k))
+
+    def choose(adaptive):
+        return choose_steps(
+            adaptive,
+            krylov=krylov,
+            operator=flat,
+            probe=probe(flat, jnp.zeros((), int)),
+            first=2,
+            excess_after=excess_after,
+            execution=execution,
+        )
+
+    steps = Steps.of(num_steps, choose)
+
+    def rule(flat, index):
+        state = krylov.start(flat, probe(flat, index), steps.most)
+        state = krylov.advance(flat, state, 0, steps.made)
+        return jnp.stack(_rule(state, steps.made))
+
+    rules = execution.map(rule, flat, jnp.arange(k), width=steps.most)
     result = failure(~jnp.all(jnp.isfinite(rules)), RESULTS.nonfinite_product)
     return SpectralDensity(
-        nodes=rules[:, 0], weights=rules[:, 1], num_matvecs=k * num_steps, result=result
+        nodes=rules[:, 0],
+        weights=rules[:, 1],
+        num_matvecs=k * steps.made + steps.spent,
+        num_steps=steps.made,
+        result=result,
     )
 
 
 def spectral_density(
     operator: lx.AbstractLinearOperator,
+    estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int,
-    num_steps: int,
-    key: PRNGKeyArray | None,
-    sampler: AbstractSampler = RademacherSampler(),
-    window: int | None = None,
+    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    key: PRNGKeyArray | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> SpectralDensity:
@@ -241,16 +283,18 @@ def spectral_density(
 
     - `operator`: a Hermitian operator, and tagged so, as in
         [`traceax.trace_of_function`][]; on arrays or PyTrees, of any floating dtype.
+    - `estimator`: the sampler of the probes, of which only the directions count, and the
+        `window` of Lanczos, as `SLQEstimator(sampler, Lanczos(window))`. With `window=0`
+        an eigenvalue may come as several nodes that share its weight. A `lower_bound` is
+        of no use here.
     - `k`: the number of probes, a Python integer.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
-        n count as n.
-    - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`.
-    - `sampler`: distribution of the probes, of which only the directions count. Default:
-        [`traceax.RademacherSampler`][].
-    - `window`: how many of the last basis vectors each new one is orthogonalised against,
-        as for [`traceax.Lanczos`][]. `None`: all. 0: none; then an eigenvalue may
-        come as several nodes that share its weight.
-    - `execution`, `throw`: as in [`traceax.trace`][].
+        n count as n. Or [`traceax.AdaptiveSteps`][], the default: the first probe makes
+        steps until the last half of them has changed the measure by at most `share` of
+        its sampling error, or until `max_steps`. Both are Wasserstein distances. Where
+        the eigenvalues are few or in clusters these are few steps; a broad spectrum takes
+        `max_steps`, and that is no failure, since further steps only show finer details.
+    - `key`, `execution`, `throw`: as in [`traceax.trace`][].
 
     **Returns:**
 
@@ -267,17 +311,17 @@ def spectral_density(
     [`traceax.trace_of_function`][]. `jit` and `vmap` work; `jax.vmap` over keys gives a
     batch of measures.
 
-    Cost: `k * num_steps` matvecs, one in each step, and `O(n k num_steps^2)` operations.
-    Memory: `num_steps` vectors of length n for each probe of a block (with `window=0`
-    a few), and `2 k num_steps` numbers for the result.
+    Cost: `k * num_steps` matvecs, one in each step, and one probe more where the steps
+    are chosen; `O(n k num_steps^2)` operations. Memory: `num_steps` vectors of length n
+    for each probe of a block (with `window=0` a few), and `2 k num_steps` numbers for the
+    result; for chosen steps with `max_steps` in the place of `num_steps`.
 
     **Raises:**
 
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is below 1; `window` is negative; `key` is missing; the sampler's
-        dtype does not fit.
+        `num_steps` is below 1; `key` is missing; the sampler's dtype does not fit.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite.
 
     ??? cite
@@ -313,17 +357,15 @@ def spectral_density(
             "Pass the number of probes, an integer."
         )
     k = check_positive("k", k)
-    num_steps = min(check_positive("num_steps", num_steps), entered.size)
-    check_instance("sampler", sampler, AbstractSampler, "RademacherSampler()")
-    window = check_window(window)
+    num_steps = check_steps(num_steps, entered.size)
+    lanczos_of(estimator)
     return call(
         _measure,
         entered,
         k,
         num_steps,
         key,
-        sampler,
-        window,
+        estimator,
         execution,
         name="spectral_density",
         execution=execution,

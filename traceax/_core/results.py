@@ -18,7 +18,11 @@ Likely causes:
     have entries of size one: try `operator.mv` on a vector of ones; or
 
 (c) the trace itself is too large for the dtype, or the power from which a norm is made
-    too large or too small for it: scale the operator or use a wider one.
+    too large or too small for it: scale the operator or use a wider one; or
+
+(d) the operator is made by `traceax.function_of`, whose products are NaN where the
+    largest number of steps is too few, or an eigenvalue outside of the domain of the
+    function: pass `num_steps=traceax.AdaptiveSteps(max_steps)` with more of them.
 """.strip()
 
 _not_semidefinite_msg = """

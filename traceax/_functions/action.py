@@ -391,14 +391,3 @@ def _first_order_only_rule(primals, tangents) -> Any:
             "`traceax.diagonal_of_function`. Take differences of first derivatives."
         )
     return primals[0], tangents[0]
-
-
-def check_of_eigenvalues(function: AbstractSpectralFunction) -> None:
-    """Raise a `ValueError` for a function of singular values."""
-    if function.of_singular_values:
-        raise ValueError(
-            "`function` must be a function of eigenvalues here. Found "
-            f"`{type(function).__name__}`, a function of singular values. For a positive "
-            "semidefinite operator pass the same function of eigenvalues. For traces use "
-            "`traceax.trace_of_function`."
-        )

@@ -124,3 +124,14 @@ def describe_mismatch(operator: FlatOperator, function: AbstractSpectralFunction
             "semidefinite tag"
         )
     return f"Found {described}, and an operator that is {certainty} to be Hermitian."
+
+
+def check_of_eigenvalues(function: AbstractSpectralFunction) -> None:
+    """Raise a `ValueError` for a function of singular values."""
+    if function.of_singular_values:
+        raise ValueError(
+            "`function` must be a function of eigenvalues here. Found "
+            f"`{type(function).__name__}`, a function of singular values. For a positive "
+            "semidefinite operator pass the same function of eigenvalues. For traces use "
+            "`traceax.trace_of_function`."
+        )

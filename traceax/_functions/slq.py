@@ -12,7 +12,7 @@ docs/devdocs/quadrature.md.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
@@ -234,6 +234,16 @@ class SLQEstimator(AbstractFunctionEstimator):
             f"{describe_mismatch(operator, function)} Leave `krylov` out, or tag the "
             "operator."
         )
+
+
+def lanczos_of(estimator: Any) -> tuple[AbstractSampler, Lanczos]:
+    """The sampler and the Krylov method of the estimator, for calls that read other
+    things from Lanczos runs than quadratic forms. Raises a `TypeError` for any estimator
+    but an `SLQEstimator` with [`traceax.Lanczos`][]."""
+    check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+    krylov = Lanczos() if estimator.krylov is None else estimator.krylov
+    check_instance("estimator.krylov", krylov, Lanczos, "Lanczos(window=0)")
+    return estimator.sampler, krylov
 
 
 # The most accurate first: s steps of Lanczos or Golub-Kahan are exact for polynomials of
