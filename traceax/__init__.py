@@ -63,11 +63,7 @@ from ._estimators.auto import (
     select_trace_estimator,
 )
 from ._estimators.auto_diagonal import AutoDiagonalEstimator
-from ._estimators.base import (
-    AbstractEstimator,
-    AbstractStreamingEstimator,
-    AbstractTraceEstimator,
-)
+from ._estimators.base import AbstractEstimator, AbstractTraceEstimator
 from ._estimators.diagpp import DiagPlusPlusEstimator
 from ._estimators.exact import ExactTraceEstimator
 from ._estimators.growing import AbstractGrowingEstimator
@@ -78,6 +74,7 @@ from ._estimators.sketch import (
     AbstractSketchEstimator,
     Sketch,
 )
+from ._estimators.streaming import AbstractStreamingEstimator
 from ._estimators.xdiag import XDiagEstimator
 from ._estimators.xnysdiag import XNysDiagEstimator
 from ._estimators.xnystrace import XNysTraceEstimator

@@ -503,4 +503,4 @@ def test_the_determinant_of_a_zero_operator(k, tags):
     assert not zero.successful
     assert zero.value == -np.inf
     assert zero.interval() == (-np.inf, -np.inf)
-    assert zero.stats.get("sign", 0) == 0
+    assert zero.stats["sign"] == 0

@@ -152,3 +152,37 @@ def test_state_of_an_operator_with_another_tag():
         state = tx.trace(one, k=budget(), **settings).state
         with pytest.raises(ValueError, match="operator with the same tags and dtype"):
             tx.trace(other, k=budget(max_k=32), state=state, **settings)
+
+
+ENTRIES = {
+    "trace": (tx.trace, tx.XTraceEstimator(), [{}]),
+    "diagonal": (tx.diagonal, tx.XDiagEstimator(), [{}]),
+    "norm": (tx.frobenius_norm, tx.XNysTraceEstimator(), [{}]),
+    "logdet": (
+        tx.logdet,
+        tx.SLQEstimator(),
+        [{}, {"num_steps": 4}, {"preconditioner": tx.AutoPreconditioner(0.5)}],
+    ),
+    "function": (
+        tx.trace_of_function,
+        tx.KrylovAwareEstimator(),
+        [{"function": f, "num_steps": 4} for f in (tx.Log(), tx.Exp(), jnp.tanh)],
+    ),
+}
+
+
+@pytest.mark.slow(but="trace")
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_depend_on_the_call_and_the_estimator(name):
+    """And not on budgets, steps, functions or preconditioners."""
+    call, estimator, settings = ENTRIES[name]
+    n = 20
+    operator = matrix_free(np.diag(np.linspace(1.0, 2.0, n)), PSD)
+    entries = set()
+    for each in settings:
+        for k in (8, 200 * n, tx.Adaptive(rtol=0.5, max_k=16)):
+            budget = {"k": k, "key": KEY, "throw": False}
+            solution = call(operator, estimator=estimator, **budget, **each)
+            assert k != 200 * n or solution.stats["exact"]
+            entries.add(frozenset(solution.stats))
+    assert len(entries) == 1

@@ -135,7 +135,7 @@ class DiagonalOfFunction(AbstractTask):
         num_runs = estimate.num_matvecs + 1
         estimate = dataclasses.replace(
             estimate,
-            num_matvecs=num_runs * product.action.steps + num_matvecs,
+            num_matvecs=num_runs * steps.made + num_matvecs,
             state=state,
         )
         return self._with_truncation_error(
@@ -194,7 +194,7 @@ class DiagonalOfFunction(AbstractTask):
             "ritz_values": report.extremes,
             "truncation_error": typical + jnp.max(report.beyond),
             "gradient_residual": report.residual,
-            "num_steps": jnp.asarray(product.action.steps, jnp.int32),
+            "num_steps": jnp.asarray(steps, jnp.int32),
         }
         unresolved, too_few_steps = 0.0, None
         if adaptive:

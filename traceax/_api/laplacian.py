@@ -146,7 +146,7 @@ def laplacian(
 
     size = operator.in_size()
     traced = FlatFunction.of(flat_fn, (size,), dtype)
-    task = _Laplacian(_HessianOf(fn=traced, point=to_flat(x, dtype)))
+    task = _Laplacian(hessian=_HessianOf(fn=traced, point=to_flat(x, dtype)))
     solution = solve(
         task,
         enter(operator),

@@ -58,9 +58,12 @@ class LogDet(AbstractFunctionTask):
         if operator.sign != 0:
             # The n eigenvalues of a definite operator have the same sign.
             sign = jnp.asarray(float(operator.sign), estimate.value.dtype)
-            extra = estimate.extra | {"sign": sign**operator.size}
-            estimate = dataclasses.replace(estimate, extra=extra)
-        return _singular_if_zero(estimate)
+            sign = sign**operator.size
+        else:
+            unknown = jnp.full((), jnp.nan, operator.dtype)
+            sign = estimate.extra.get("sign", unknown)
+        extra = estimate.extra | {"sign": sign}
+        return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
 
 
 def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
@@ -81,9 +84,8 @@ def _singular_if_zero(estimate: Estimate) -> Estimate:
         # `zero` is a sum over devices.
         return x + jnp.where(zero, -jnp.inf, 0).astype(x.dtype)
 
-    extra, samples = estimate.extra, estimate.samples
-    if "sign" in extra:
-        extra = extra | {"sign": jnp.where(zero, 0, extra["sign"])}
+    samples = estimate.samples
+    extra = estimate.extra | {"sign": jnp.where(zero, 0, estimate.extra["sign"])}
     estimate = dataclasses.replace(
         estimate,
         value=infinite(estimate.value),
@@ -167,11 +169,9 @@ def logdet(
     a number, `std_err` is the sampling error alone. `stats` has, beside
     the entries described there,
 
-    - `"exact"`, where steps are chosen: whether the answer is exact, because `k >= n`, or
-        because the steps were too few and n is at most 4096, for n more matvecs.
     - `"sign"`: of the determinant, where it is known: 1 or, for a negative semidefinite
         operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
-        the sign, or in complex arithmetic the phase. Absent for other estimates.
+        the sign, or in complex arithmetic the phase. NaN where it is not known.
     - the entries of the estimator. For `SLQEstimator` these are `"bracket"`, shape
         `(2,)`, between whose ends `value` would be without quadrature error, for the same
         probes; `"sample_brackets"`, the same for each probe, shape `(k, 2)`;

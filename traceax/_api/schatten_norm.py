@@ -137,9 +137,10 @@ def schatten_norm(
     singular values, and where steps are chosen the quadrature error. For `p < 1` the norm
     is a high power of the sum of powers, and `std_err` is half the increase of the norm
     when that sum rises by two of its standard errors. The interval is then wider above
-    the value than below. `stats` has `"samples"` of the sum of powers; where `p < 4` and
-    not 2, `"bracket"` and `"sample_brackets"` of the same sum, which bound the quadrature
-    error; and `"ritz_values"`, the smallest and the largest singular value seen.
+    the value than below. `stats` has `"samples"` of the sum of powers; `"bracket"` and
+    `"sample_brackets"` of the same sum, which bound the quadrature error where `p < 4`
+    and not 2, and estimate it elsewhere; and `"ritz_values"`, the smallest and the
+    largest singular value seen.
 
     Derivatives in the operator's arrays are of first order only. For the sum of powers
     they are estimates of $\\mathrm{Re}\\, \\mathrm{tr}(p (A^* A)^{p/2-1} A^* dA)$.

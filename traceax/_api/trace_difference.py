@@ -74,9 +74,7 @@ class _TraceDifference(AbstractFunctionTask):
         # The lower end of the difference is the lower end of A minus the upper end of B.
         value, bounds = a.value - b.value, a.bounds - b.bounds[::-1]
         extremes = jnp.stack([x.extra["ritz_values"] for x in (a, b)])
-        extra = entries_without_probes(
-            self.function, value.real, critical_extremes(extremes)
-        )
+        extra = entries_without_probes(value.real, critical_extremes(extremes))
         return dataclasses.replace(
             a,
             value=value,

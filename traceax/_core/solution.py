@@ -118,14 +118,17 @@ class Solution(eqx.Module):
         the operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean
         is `value`; for norms it is a power of `value`, and for `log_trace_exp` `value`
         is the logarithm of the mean of their exponentials. Where `value` is not a
-        scalar, `"num_samples"`, the number m, takes their place, and for skewed samples
-        `"skewness"`, of the structure of `value`. `"std.err"` is the standard error
+        scalar, `"num_samples"`, the number m, takes their place, and `"skewness"`, that
+        of the samples, of the structure of `value`. `"exact"` says whether the answer is
+        exact: because `k >= n`, or because an estimate failed and n more matvecs gave the
+        exact answer instead. `"std.err"` is the standard error
         again, under the name that traceax 1.0 gave it. Functions of operators (except
         for log-determinants that are known from the structure) have `"bounds"`, shape
         `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of `value`
         without quadrature error and rounding, for the same probes, with its standard
-        error; and an upper bound with its own. Estimators may add entries, which their
-        documentation describes.
+        error; and an upper bound with its own. Estimators add entries, which their
+        documentation describes. Which entries there are depends on the call and on the
+        estimator alone, not on budgets, steps or functions.
     - `state`: with an adaptive budget, the state from which a further call continues;
         `None` for a fixed budget.
 

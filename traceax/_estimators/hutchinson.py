@@ -17,7 +17,7 @@ from typing import ClassVar
 from jaxtyping import Array, Inexact
 
 from .._core.sampler import AbstractSampler, RademacherSampler
-from .base import AbstractStreamingEstimator
+from .streaming import AbstractStreamingEstimator
 
 
 class HutchinsonEstimator(AbstractStreamingEstimator):

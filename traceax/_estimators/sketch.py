@@ -27,7 +27,8 @@ from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, column_reader, Frame
 from .._run.loop import LoopResult, sum_over_rounds
-from .base import AbstractEstimator, is_skewed, refusal
+from .base import AbstractEstimator, refusal
+from .streaming import is_skewed
 
 
 class Sketch(eqx.Module):

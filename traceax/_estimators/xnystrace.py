@@ -87,6 +87,10 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     improved: bool = eqx.field(static=True, default=True)
     min_matvecs: ClassVar[int] = 1
     semidefinite: ClassVar[bool] = True
+    further_std_errs: ClassVar[tuple[str, ...]] = (
+        "jackknife_std_err",
+        "independent_std_err",
+    )
 
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)

@@ -90,6 +90,10 @@ class XTraceEstimator(AbstractGrowingEstimator):
     improved: bool = eqx.field(static=True, default=True)
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = False
+    further_std_errs: ClassVar[tuple[str, ...]] = (
+        "jackknife_std_err",
+        "independent_std_err",
+    )
 
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)

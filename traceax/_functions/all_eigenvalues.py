@@ -91,7 +91,7 @@ def exact_trace_of_function(
     )
     lost |= tagged_wrongly
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
-    extra = entries_without_probes(function, value, extremes)
+    extra = entries_without_probes(value, extremes)
     if isinstance(function, SingularLog):
         extra["sign"] = determinant_sign(matrix)
     bounds = bounds_around(value, change)
@@ -113,21 +113,18 @@ def exact_trace_of_function(
 
 
 def entries_without_probes(
-    function: AbstractSpectralFunction,
-    value: Real[Array, ""],
-    extremes: Real[Array, "2"],
+    value: Real[Array, ""], extremes: Real[Array, "2"]
 ) -> dict[str, Array]:
     """`Estimate.extra` of an exact value: the entries of an estimate from one sample and
     no Krylov steps."""
-    extra = {
+    bracket = jnp.stack([value, value])
+    return {
         "ritz_values": extremes,
         "num_steps": jnp.zeros((), jnp.int32),
         "gradient_residual": jnp.zeros_like(value)[None],
+        "bracket": bracket,
+        "sample_brackets": bracket[None],
     }
-    if function.bracketed:
-        bracket = jnp.stack([value, value])
-        extra |= {"bracket": bracket, "sample_brackets": bracket[None]}
-    return extra
 
 
 def bounds_around(
@@ -167,7 +164,7 @@ def _of_general_matrix(
     lost = change > SECOND_DIGIT * jnp.sum(jnp.abs(terms)) + floor
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
-    extra = entries_without_probes(function, value.real, extremes)
+    extra = entries_without_probes(value.real, extremes)
     return Estimate(
         value=attach(operator, value, frame, execution=execution),
         std_err=jnp.zeros_like(value.real),

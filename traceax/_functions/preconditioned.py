@@ -218,6 +218,7 @@ class Preconditioned(AbstractFunctionEstimator):
         if estimate.probes is not None:
             probes = estimate.probes()
             value = preconditioner.control(operator, value, probes, execution)
+        # Estimators of users may have none.
         brackets = {
             name: extra[name] + log_det
             for name in ("bracket", "sample_brackets")

@@ -225,11 +225,13 @@ def estimate_of_forms(
     sample_errors, _, residuals = streamed.others
     convergence, mean = moments.convergence, moments.mean
     rounding, magnitude, unresolved = moments.rounding
-    errors, (low, high) = convergence.errors(mean, apart), convergence.bracket
-    extra = {"gradient_residual": residuals, "ritz_values": extremes}
-    if function.bracketed:
-        extra["sample_brackets"] = sample_errors[:, :2]
-        extra["bracket"] = jnp.stack([low, high])
+    errors = convergence.errors(mean, apart)
+    extra = {
+        "gradient_residual": residuals,
+        "ritz_values": extremes,
+        "sample_brackets": sample_errors[:, :2],
+        "bracket": convergence.bracket,
+    }
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     precise = check_precision(

@@ -45,10 +45,10 @@ class SLQEstimator(AbstractFunctionEstimator):
     error falls with `num_steps` alone. For `Log`, `Inverse`, `Entropy` and `Power` with
     a negative exponent or a fractional one below 2, of a Hermitian operator or of
     singular values, `stats["sample_brackets"]`, shape `(k, 2)`, contains the true value
-    of each quadratic form, and its mean is `stats["bracket"]`. Otherwise the quadrature
-    error is estimated. [`traceax.Solution.interval`][] counts both errors. Where the
-    quadrature error is the larger one, more steps or a preconditioner help, and more
-    probes do not.
+    of each quadratic form, and its mean is `stats["bracket"]`. Otherwise they are
+    estimates, the value plus and minus its estimated quadrature error.
+    [`traceax.Solution.interval`][] counts both errors. Where the quadrature error is the
+    larger one, more steps or a preconditioner help, and more probes do not.
 
     Cost: `k * num_steps` matvecs, and as many with the adjoint by Golub-Kahan. With
     [`traceax.AdaptiveSteps`][] there is one more run. Memory: `num_steps` vectors of

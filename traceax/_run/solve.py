@@ -161,8 +161,6 @@ def solution_of(
 
     def solve_exactly():
         solution = _package(task.exact(operator, facts, execution), quantity)
-        if limit == 0:
-            return solution
         stats = solution.stats | {"exact": jnp.ones((), bool)}
         return dataclasses.replace(solution, stats=stats)
 
@@ -177,9 +175,8 @@ def solution_of(
     # `failed` is known at run time only. `may_fail` is known while tracing: without it
     # the exact answer is not compiled at all.
     failed, may_fail = jnp.zeros((), bool), size <= limit
-    if limit > 0:
-        stats = solution.stats | {"exact": failed}
-        solution = dataclasses.replace(solution, stats=stats)
+    stats = solution.stats | {"exact": failed}
+    solution = dataclasses.replace(solution, stats=stats)
     if may_fail:
         failed |= solution.result == RESULTS.too_few_steps
     floor = jax.tree.map(jnp.zeros_like, solution.std_err)
@@ -297,9 +294,10 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
     if samples is None:
         stats["num_samples"] = estimate.num_samples
-        if estimate.skewness is not None:
-            skewness = jax.lax.stop_gradient(estimate.skewness)
-            stats["skewness"] = quantity.arrange(skewness)
+        skewness = estimate.skewness
+        if skewness is None:
+            skewness = jnp.zeros_like(estimate.value.real)
+        stats["skewness"] = quantity.arrange(jax.lax.stop_gradient(skewness))
     else:
         stats["samples"] = samples
     for name, ends in bounds.items():

@@ -1,0 +1,201 @@
+"""The base class of estimators with independent samples."""
+
+import abc
+import functools as ft
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from .._core.checks import check_instance
+from .._core.flat import FlatOperator
+from .._core.quantity import AbstractQuantity, Trace
+from .._core.sampler import AbstractSampler, draw_for
+from .._core.sign_moments import FEW_SIGNS, SignMoments
+from .._core.solution import Estimate
+from .._run.budget import Budget
+from .._run.execution import AbstractExecution
+from .._run.gradient import attach_derivative
+from .._run.stream import stream
+from .base import AbstractEstimator, refusal
+
+
+# Samples of signs are nearly equal if they spread less than this share of their marks;
+# then their error bar is raised. With this, 95% intervals of row norms and of traces of
+# blocks with equal entries cover 0.96 or more from 4 samples on; without, 0.68 with 4. A
+# larger share would also widen the bars of samples that do spread little.
+_NEARLY_EQUAL = 0.2
+
+
+def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
+    """Whether samples are skewed, so that error bars must be wider. Quadratic forms of
+    the probes are skewed. Entries of a diagonal are not if all entries of the probes have
+    modulus one."""
+    return not (quantity.entrywise and sampler.unit_modulus)
+
+
+class AbstractStreamingEstimator(AbstractEstimator):
+    """An estimator whose samples are independent, one from each probe.
+
+    Cost: `k` matvecs. It holds one block of probes of its `sampler` at a time, also in
+    the backward pass, so memory does not depend on `k`.
+
+    !!! Example
+
+        ```python
+        from typing import ClassVar
+
+        import jax
+        import jax.numpy as jnp
+        import traceax as tx
+
+        class Plain(tx.AbstractStreamingEstimator):
+            # Hutchinson's estimator.
+            sampler: tx.AbstractSampler = tx.RademacherSampler()
+            min_matvecs: ClassVar[int] = 1
+
+            def sample(self, mv, probe):
+                return probe, mv(probe)
+
+        operator = tx.hessian(lambda v: jnp.sum(v**2), jnp.zeros(100))
+        solution = tx.trace(operator, Plain(), k=10, key=jax.random.key(0))
+        print(f"{solution.value:.2f}")  # 200.00
+        ```
+    """
+
+    sampler: eqx.AbstractVar[AbstractSampler]
+    quadratic: ClassVar[bool] = True
+
+    def __check_init__(self):
+        check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
+
+    @abc.abstractmethod
+    def sample(
+        self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
+    ) -> tuple[Inexact[Array, " n"], Inexact[Array, " m"]] | Inexact[Array, ""]:
+        """One unbiased estimate of the operator, or of its trace alone.
+
+        **Arguments:**
+
+        - `mv`: the operator as a function of flat vectors, shape `(n,)` to `(n,)`, to be
+            called once.
+        - `probe`: a random vector of the `sampler`, shape `(n,)`.
+
+        **Returns:**
+
+        A pair of vectors `left, image` of shape `(n,)`, such that the mean of
+        `image left*` is the operator, and `image` is linear in the result of `mv`. Every
+        quantity is computed from them. For norms, `image` must be the result of `mv`
+        itself. Or a scalar of the dtype of `probe`, linear in the result of `mv`, for the
+        trace alone.
+        """
+
+    def measure(
+        self,
+        quantity: AbstractQuantity,
+        operator: FlatOperator,
+        k: int | Budget,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        skewed = is_skewed(quantity, self.sampler)
+        # An adaptive run may stop at its first test, which sees this many samples.
+        count = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
+        # Few samples of signs may be equal by chance. Their marks show whether they are.
+        with_marks = count < FEW_SIGNS and self.sampler.unit_modulus
+        near = _NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
+
+        # The backward pass draws a block's probes again instead of storing them all. What
+        # is traced is passed, and not closed over, which would look like a leak of it.
+        @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
+        def sample_of(operator, index, key):
+            probe = draw_for(operator, self.sampler, key, index[None])[:, 0]
+            return self._read(quantity, operator, probe, with_marks=with_marks)
+
+        def body(operator, index):
+            return sample_of(operator, index, key)
+
+        def reduce(outs, valid):
+            samples, (size, marks) = outs
+            moments = SignMoments.of(
+                samples=samples,
+                size=size,
+                marks=marks,
+                valid=valid,
+                skewed=skewed,
+                rounding=operator.rounding,
+                near=near,
+            )
+            return (moments,)
+
+        def merge(summaries):
+            (moments,) = summaries
+            return (SignMoments.merge(moments),)
+
+        # Samples are kept for `Solution.stats` if they are numbers. Arrays, such as
+        # diagonals, would take memory that grows with k.
+        scalar = eqx.filter_eval_shape(body, operator, jnp.zeros((), int))[0].ndim == 0
+        streamed = stream(
+            fn=body,
+            reduce=reduce,
+            merge=merge,
+            operator=operator,
+            k=k,
+            execution=execution,
+            keep=scalar,
+            quantity=quantity,
+        )
+        (moments,) = streamed.summary
+        return Estimate(
+            value=attach_derivative(moments.mean, streamed.mean),
+            std_err=moments.std_err(),
+            samples=streamed.samples,
+            num_matvecs=streamed.count,
+            rounding=operator.rounding,
+            magnitude=0.0 if moments.size is None else moments.size,
+            result=streamed.loop.result,
+            extra=streamed.loop.extra,
+            state=streamed.loop.state,
+            num_samples=streamed.count,
+            skewness=None if scalar else moments.skewness,
+        )
+
+    def _read(
+        self,
+        quantity: AbstractQuantity,
+        operator: FlatOperator,
+        probe: Inexact[Array, " n"],
+        *,
+        with_marks: bool,
+    ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None]]:
+        """One sample; the size of its terms, if they may cancel; and, `with_marks`, its
+        marks."""
+        images = []
+
+        def counting_mv(vector):
+            images.append(operator.mv(vector))
+            return images[-1]
+
+        sample: Any = self.sample(counting_mv, probe)
+        shapes = jax.tree.map(jnp.shape, sample)
+        is_pair = shapes == (probe.shape, *map(jnp.shape, images))
+        if len(images) != 1 or not (is_pair or shapes == ()):
+            raise ValueError(
+                f"`{self.name}.sample` must return a pair of vectors of length n, or a "
+                f"scalar, made from one matvec. Found the shape {shapes}, n = "
+                f"{operator.size}, and {len(images)} matvecs. Sum over the entries; "
+                "for several matvecs write a `traceax.AbstractSketchEstimator`."
+            )
+        if is_pair:
+            left, image = sample
+            # Error bars have no derivative.
+            frozen_left, frozen_image = jax.lax.stop_gradient(sample)
+            marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
+            value = quantity.read(left, image)
+            return value, (quantity.size(frozen_left, frozen_image), marks)
+        if not isinstance(quantity, Trace):
+            raise refusal(self, quantity)
+        return sample, (None, None)
