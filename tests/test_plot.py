@@ -244,6 +244,7 @@ def test_without_matplotlib(plot, monkeypatch):
     check(ImportError, ["matplotlib", "`pip install 'traceax[plot]'`"], plot)
 
 
+@pytest.mark.slow
 def test_matplotlib_is_not_imported():
     """Neither with traceax, nor by a plot on axes that are given."""
     program = (

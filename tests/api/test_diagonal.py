@@ -136,14 +136,7 @@ def matrices_for(case, dtype):
     return [flat, general]
 
 
-@pytest.mark.slow(
-    but=(
-        "Hutchinson-float64",
-        "XDiag-complex128",
-        "DiagPlus*-float64",
-        "XNysDiag-*-float64",
-    )
-)
+@pytest.mark.slow(but=("Hutchinson-float64", "XDiag-complex128"))
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, np.float64) for case in CASES]
@@ -192,6 +185,7 @@ def test_low_rank_is_exact(case):
         assert np.all(np.isfinite(x))
 
 
+@pytest.mark.slow(but=("AutoDiagonal-tagged", "XNysTrace-tagged"))
 @every_case
 def test_zero(case):
     """No noise, no NaN, and derivatives that are right in the mean."""

@@ -405,6 +405,7 @@ def slopes(matrix, along, weights, keys):
     )
 
 
+@pytest.mark.slow
 def test_derivative_in_the_operator():
     """Exactly, and unbiased: z-test over 60 keys, false alarm 6e-5. Some eigenvalues are
     alike."""

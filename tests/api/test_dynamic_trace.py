@@ -158,7 +158,7 @@ def test_operator_that_stays():
     assert np.all(gamma < 1)
 
 
-@pytest.mark.slow(but="*-float32-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_probes", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("swing", [0.0, 1e-3])

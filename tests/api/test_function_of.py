@@ -108,7 +108,7 @@ def product_of(matrix, name, vectors, max_steps=None):
     return jax.vmap(tx.function_of(operator, FUNCTIONS[name][0], steps).mv)(vectors)
 
 
-@pytest.mark.slow(but="inverse-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_chosen_steps_are_enough_or_say_so(name, dtype):

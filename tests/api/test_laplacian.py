@@ -254,7 +254,7 @@ EXECUTIONS = {
 }
 
 
-@pytest.mark.slow(but="eight devices")
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS.values(), ids=EXECUTIONS)
 def test_on_meshes(execution):
     """The answers, samples and slopes of one device in one block: exact ones, those of 19

@@ -80,7 +80,7 @@ def both(matrices, which, keys, estimator, tags, weights):
     return jax.lax.map(one, (which, keys))
 
 
-@pytest.mark.slow(but=("Hutchinson*", "XNysTrace*"))
+@pytest.mark.slow(but="HutchinsonEstimator-tuple")
 @every_case
 def test_traces_of_leaves(estimator, tags):
     """400 keys and two matrices: they sum to `traceax.trace`; each interval covers 93%

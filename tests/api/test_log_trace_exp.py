@@ -93,7 +93,7 @@ def over_keys(matrix, direction, scale):
     return jax.lax.map(one, jr.split(jr.key(20261123), 200))
 
 
-@pytest.mark.slow(but="2.0-flat")
+@pytest.mark.slow
 @every_spectrum
 @pytest.mark.parametrize("scale", [2.0, -50.0])
 def test_bars_and_derivatives(name, scale):
@@ -217,6 +217,7 @@ def test_tolerance_and_too_few_steps():
     assert found.result == tx.RESULTS.too_few_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e4, -1e4, 3e30])
 def test_large_exponents_in_float32(scale):
     """Where their exponentials are beyond the dtype: for the probes at hand, but for

@@ -207,6 +207,7 @@ DEGENERATE = {
 }
 
 
+@pytest.mark.slow(but=("zero-complex128", "one by one-complex128"))
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_breakdown_in_the_first_step(name, dtype):
@@ -284,7 +285,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.slow(but=("five eigenvalues-float64", "flat-float32"))
+@pytest.mark.slow(but="five eigenvalues-float64")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_steps(name, dtype):
@@ -353,6 +354,7 @@ def test_jit_and_vmap():
     assert np.allclose(jax.vmap(scaled)(scales), stacked)
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_executions(block_size):
     matrix = hermitian(15, SPECTRA["flat"], np.float64)

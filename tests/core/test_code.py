@@ -284,6 +284,7 @@ def test_rules_of_functions_of_modules(slope):
         assert np.allclose(found, expected(factor)[slope])
 
 
+@pytest.mark.slow(but="slope_through")
 @every_place
 def test_local_rules(slope):
     """Two objects, one after another so that the first may be freed, and a closed-over
@@ -435,7 +436,7 @@ def value_of_callable(x):
 VALUES = [value_of_product, value_of_hessian, value_of_callable]
 
 
-@pytest.mark.slow(but=("value_of_product", "value_of_hessian"))
+@pytest.mark.slow(but="value_of_product")
 @pytest.mark.parametrize("value", VALUES)
 def test_traced_arrays_that_are_closed_over(value):
     """They leave their transformation with no call."""

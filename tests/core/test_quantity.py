@@ -56,9 +56,7 @@ def example():
     return matrix, np.random.default_rng(1).standard_normal((N, N))
 
 
-@pytest.mark.slow(
-    but=("HutchinsonEstimator", "HutchPlusPlusEstimator", "DiagPlusPlusEstimator")
-)
+@pytest.mark.slow(but="HutchinsonEstimator")
 @every_estimator
 def test_unbiased(estimator):
     """Values, error bars and derivatives, of a matrix whose diagonal lineax knows."""

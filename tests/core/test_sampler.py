@@ -184,6 +184,7 @@ def draw_one(sampler, key, n, dtype):
     return sampler.sample(key, n, dtype)
 
 
+@pytest.mark.slow(but="typed")
 @pytest.mark.parametrize(
     ("key", "partitionable"),
     [

@@ -221,7 +221,7 @@ def slope_in_matrix(matrix, function, gradient):
     return jax.grad(lambda x: trace_of(x, function, **settings).value)(matrix)
 
 
-@pytest.mark.slow(but="function1")
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [tx.Log(), tx.Power(-2)])
 def test_gradient_by_solves_equals_that_by_lanczos(function):
     """With one column; with more, of the logarithm, in directions commuting with A."""
@@ -281,7 +281,7 @@ def value_and_slope_of_general(key, k, matrix, direction, gradient):
     return value_and_slope(key, matrix, direction, call)
 
 
-@pytest.mark.slow(but="False")
+@pytest.mark.slow
 @pytest.mark.parametrize("by_solves", [False, True])
 def test_general_square(by_solves):
     """log|det| and its derivative in one direction, 300 keys, false alarm 6e-5 each."""
@@ -433,7 +433,7 @@ def with_a_pole(scale, matrix, estimator):
 SIGNS = np.repeat([1.0, -1.0], 8)
 
 
-@pytest.mark.slow(but="SLQ")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "matrix", "bars"),
     [

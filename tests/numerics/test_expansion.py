@@ -280,7 +280,7 @@ def test_frame_is_that_of_fewer_probes(case, m, dtype):
     assert np.allclose(found, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.slow(but=("XTrace", "XNysTrace"))
+@pytest.mark.slow(but="XTrace")
 @every_case
 def test_low_rank_is_exact(case):
     """Probes that the basis does without have no direction of their own. XTrace knows

@@ -215,7 +215,12 @@ def error_parts(samples, pairs):
     return jackknife(samples, change, valid), covariance, std_err
 
 
-@pytest.mark.slow(but="*-complex128-*")
+@pytest.mark.slow(
+    but=(
+        "XTraceEstimator-naive_xtrace-2-20-complex128-False",
+        "XNysTraceEstimator-naive_xnystrace-1-20-complex128-False",
+    )
+)
 @pytest.mark.parametrize(
     ("m", "dtype", "improved"), [each for each in SIZES if each[0] > 1]
 )

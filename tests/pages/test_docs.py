@@ -107,7 +107,7 @@ def numbers(text):
     return found
 
 
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(SHOWN[page])])
 def test_pages_show_what_their_code_prints(page):
     _, after = run(page in QUICK).stdout.split(f"Runs: {page}\n")

@@ -50,9 +50,7 @@ def sections(name):
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.slow(
-    but=("trace", "diagonal", "logdet", "divergence", "Adaptive", "Sharded")
-)
+@pytest.mark.slow(but=("logdet", "trace"))
 @pytest.mark.parametrize("name", PUBLIC)
 def test_examples_run(name, capsys):
     codes = list(examples(name))

@@ -505,6 +505,7 @@ def test_second_derivative_of_function_of():
     check(NotImplementedError, parts, lambda: jax.grad(slope)(1.0))
 
 
+@pytest.mark.slow(but=("Log", "Log-exact", "Inverse"))
 @pytest.mark.parametrize(
     ("function", "estimator", "k"),
     [
@@ -586,6 +587,7 @@ def test_function_that_overflows():
     check_failure(tx.RESULTS.outside_domain, call)
 
 
+@pytest.mark.slow(but=("logdet-12-nan", "general-12-nan", "inverse-12-nan"))
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("name", "k"),

@@ -397,6 +397,7 @@ def test_hermitian_tag(estimator, make):
     assert np.allclose(product, expected)
 
 
+@pytest.mark.slow
 def test_complex_general():
     """The false-alarm rate is as above."""
     generator = np.random.default_rng(0)
@@ -526,6 +527,7 @@ def test_block_size():
     assert np.allclose(one[1].stats["samples"], seven[1].stats["samples"], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_one_sample_has_no_error_bar():
     """KrylovAware keeps one of three probes for the rest."""
     solution = compiled(solution_of, "krylov", matrix_of(), KEY, k=3)
@@ -799,7 +801,7 @@ def structured_derivatives():
     return run(operators)
 
 
-@pytest.mark.slow(but=("tridiagonal", "nested"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["diagonal", "tridiagonal", "size-1", "nested", "zero-diagonal"]
 )
@@ -809,6 +811,7 @@ def test_derivatives_of_structured_operators(name):
     assert np.allclose(together, alone, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_structured_pytrees():
     answers = structured_answers()
     assert answers["identity-tree"][0].value == structured(IDENTITY).value == 0

@@ -115,7 +115,7 @@ def test_student_quantile():
         assert quantile(10, confidence) == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.slow(but=("Hutchinson", "XTrace"))
+@pytest.mark.slow(but="Hutchinson")
 @ALL
 def test_stops_at_the_first_round_that_is_good_enough(estimator):
     """The history, against the rule: quantile times standard error within tolerance. The
@@ -188,9 +188,7 @@ def test_least_number_of_samples():
     assert never.result == tx.RESULTS.max_matvecs_reached
 
 
-@pytest.mark.slow(
-    but=("Hutchinson", "HutchPlusPlus", "NystromPlusPlus", "XTrace", "XNysTrace")
-)
+@pytest.mark.slow
 @ALL
 def test_budget_ends_first(estimator):
     solution, _, _, rounds = watch(DECAY, estimator, rtol=1e-6)
@@ -201,6 +199,7 @@ def test_budget_ends_first(estimator):
     assert np.allclose(rounds, solution.stats["history"], rtol=1e-12, equal_nan=True)
 
 
+@pytest.mark.slow(but=("Hutchinson", "XTrace"))
 @ALL
 def test_nonfinite_operator(estimator):
     """Seen after a round, or after two where the first makes no sample."""
@@ -247,6 +246,7 @@ def test_same_as_fixed_budget_stopped_early(estimator):
         assert np.allclose(residuals[:k], fixed.stats["gradient_residual"])
 
 
+@pytest.mark.slow(but=("Hutchinson", "XTrace"))
 @EVERY
 def test_gradient(estimator):
     """The estimate is linear in the operator but for coefficients that are constant to
@@ -317,7 +317,7 @@ def test_an_estimate_that_is_good_enough_is_kept(estimator):
         assert large.stats["num_matvecs"] == small.stats["num_matvecs"] < N
 
 
-@pytest.mark.slow(but=("Hutchinson", "HutchPlusPlus", "XTrace", "XNysTrace"))
+@pytest.mark.slow(but="XTrace")
 @EVERY
 def test_budget_beyond_the_size(estimator):
     """Which are not enough: the answer is then exact, for n more."""

@@ -127,7 +127,7 @@ def test_nystrompp_by_its_definition(dtype, kind):
     assert np.abs(solution.value - np.mean(expected)) <= tolerance
 
 
-@pytest.mark.slow(but=("HutchPlusPlus-complex64", "NystromPlusPlus-float32"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "dtype"),
     [(each, np.complex64) for each in (HUTCHINSON, HUTCHPP, XTRACE, XNYS)]

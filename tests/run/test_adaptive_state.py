@@ -207,6 +207,7 @@ def test_error_where_the_budget_ends_first(estimator):
     assert "state" in message
 
 
+@pytest.mark.slow
 def test_error_of_a_nonfinite_operator():
     bad = lx.MatrixLinearOperator(np.nan * OPERATOR.matrix, PSD)
     for estimator in (HUTCHINSON, SLQ):

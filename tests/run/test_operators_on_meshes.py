@@ -272,6 +272,7 @@ def test_set_mesh(of, x):
         agree(value_and_slope, of, x)
 
 
+@pytest.mark.slow
 def test_explicit_axes_are_nothing_to_local_execution():
     of, x = (matrix, xtrace), A
     expected = jitted(value_and_slope, *of)(x, tx.Local())
@@ -306,7 +307,7 @@ def by_rows(x):
     return lx.FunctionLinearOperator(fn, VECTOR, PSD)
 
 
-@pytest.mark.slow(but="by_rows-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "call"), [(masked, hutchinson), (masked, slq), (by_rows, xtrace)]
 )
@@ -325,6 +326,7 @@ def test_arrays_on_the_mesh(make, call):
     close("", compiled(placed), both(x, tx.Local()), 1e-12)
 
 
+@pytest.mark.slow
 def test_identity():
     """Of no arrays: a value and no derivative."""
     operator = lx.IdentityLinearOperator(VECTOR)

@@ -111,7 +111,7 @@ def as_long_as_a_vector(told):
     return [x for x in told if max((1, *x[1])) >= N]
 
 
-@pytest.mark.slow(but="Hutchinson-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("Hutchinson", 4), ("SLQ", 8)])
 def test_streaming(name, size):
     """And nothing as long as a vector is sent."""
@@ -132,7 +132,7 @@ def test_sketches(name):
     assert not as_long_as_a_vector(told), told
 
 
-@pytest.mark.slow(but="XTrace-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     [("Hutchinson", 8), ("SLQ", 4), ("XTrace", 4), ("Hutch++", 4), ("XNysTrace", 4)],
@@ -143,7 +143,7 @@ def test_matrix(name, size):
     agree(name, dense, placed, rows)
 
 
-@pytest.mark.slow(but="Hutchinson")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Hutchinson", "XTrace"])
 def test_a_sharded_array_is_not_gathered(name):
     """Without `rows`, where vectors are whole."""

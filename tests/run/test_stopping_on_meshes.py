@@ -42,7 +42,7 @@ def agree(found, local):
     close("estimate", (found.value, found.std_err), (local.value, local.std_err), 1e-11)
 
 
-@pytest.mark.slow(but="estimator0")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
 def test_value_and_gradient(estimator):
     (local, slope), (found, other) = (
