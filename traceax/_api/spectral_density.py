@@ -211,7 +211,8 @@ def _measure(opened, k, num_steps, key, estimator, execution) -> SpectralDensity
         # The change of the last half of the steps is about the error before it, and so
         # more than the error after it.
         nodes, weights = _rule(state, steps)
-        change = wasserstein(nodes, weights, *_rule(state, -(-steps // 2)))
+        earlier_nodes, earlier_weights = _rule(state, -(-steps // 2))
+        change = wasserstein(nodes, weights, earlier_nodes, earlier_weights)
         rounding = flat.rounding * jnp.max(jnp.abs(nodes))
         return excess(change - rounding, sampling_distance(nodes, weights, flat.size, k))
 

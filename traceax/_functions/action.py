@@ -88,7 +88,8 @@ class Action(eqx.Module):
     def matvec(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """`f(A) v`, without rules for derivatives."""
         state, steps, converged = self.advanced(vector)
-        product = self.evaluate(*self.read(state, steps))
+        run, nodes, vectors = self.read(state, steps)
+        product = self.evaluate(run, nodes, vectors)
         return product if converged is True else jnp.where(converged, product, jnp.nan)
 
     def evaluate(

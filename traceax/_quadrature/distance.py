@@ -5,7 +5,8 @@ F and G.
 
 is the Wasserstein distance of order one: the largest difference of the means of a
 function whose slope is at most 1 (Villani, Topics in Optimal Transportation, 2003,
-section 2.2). It bounds the difference of two densities that are smoothed alike.
+section 2.2). Two densities that are smoothed by the same kernel differ by at most W_1
+times its largest slope.
 """
 
 import jax.numpy as jnp

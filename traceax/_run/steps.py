@@ -15,6 +15,7 @@ whose `deviation` `||F - c I||_F` the first probe estimates.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -304,11 +305,11 @@ def choose_steps(
 
     def run(flat, probe):
         _, steps, _ = advance_until(
-            lambda *steps: krylov.advance(flat, *steps),
+            ft.partial(krylov.advance, flat),
             krylov.start(flat, probe, adaptive.most),
             adaptive=adaptive,
             first=first,
-            excess_after=lambda *run: excess_after(flat, *run),
+            excess_after=ft.partial(excess_after, flat),
         )
         return steps
 
