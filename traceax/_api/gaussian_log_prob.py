@@ -123,6 +123,7 @@ def _log_prob(
         "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
         "std.err": std_err,
         "samples": log_density(logdet_stats["samples"]),
+        "exact": logdet_stats["exact"],
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
         "solve": from_flat(solution, inputs.structure),
@@ -280,7 +281,7 @@ def gaussian_log_prob(
         counts the error of the solve: with $\\rho = r - A x$ the value is too large by
         $\\rho^T A^{-1} \\rho / 2$.
     - `"quadratic_form"`: $r^T A^{-1} r$; `"logdet"`: the solution of
-        [`traceax.logdet`][], with its own `stats`.
+        [`traceax.logdet`][], with its own `stats`; `"exact"`: whether that is exact.
     - `"num_matvecs"`: the matvecs of the log-determinant (if it is exact, without those
         of the preconditioner), one for each step of the solver, and two more. It is too
         small for solvers that make more matvecs in a step, or do not count steps.
