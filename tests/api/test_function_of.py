@@ -135,7 +135,10 @@ def test_chosen_steps_are_enough_or_say_so(name, dtype):
             assert np.all(right | np.isnan(errors))
             assert right[1]
             assert max_steps < n or np.all(right)
-        assert condition > 10 or np.all(np.isfinite(product_of(matrix, name, random)))
+        if condition == 4.0:  # The default largest number of steps is enough.
+            found = np.asarray(product_of(matrix, name, random))
+            errors = np.linalg.norm(found.T - exact, axis=0)
+            assert np.all(errors <= (1e-5 + rounding) * sizes)
 
 
 @pytest.mark.slow(but="exp-1.5")

@@ -127,8 +127,9 @@ class Solution(eqx.Module):
         `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of `value`
         without quadrature error and rounding, for the same probes, with its standard
         error; and an upper bound with its own. Estimators add entries, which their
-        documentation describes. Which entries there are depends on the call and on the
-        estimator alone, not on budgets, steps or functions.
+        documentation describes. Which entries there are depends on the operator, the call
+        and the estimator, and not on numbers of probes and steps or on functions;
+        `Adaptive(history=True)` adds `"history"`.
     - `state`: with an adaptive budget, the state from which a further call continues;
         `None` for a fixed budget.
 

@@ -90,7 +90,7 @@ class Action(eqx.Module):
         state, steps, converged = self.advanced(vector)
         run, nodes, vectors = self.read(state, steps)
         product = self.evaluate(run, nodes, vectors)
-        return product if converged is True else jnp.where(converged, product, jnp.nan)
+        return jnp.where(converged, product, jnp.nan)
 
     def evaluate(
         self,
