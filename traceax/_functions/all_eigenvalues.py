@@ -150,18 +150,19 @@ def _of_general_matrix(
     with jax.default_matmul_precision("highest"):
         of_matrix, slopes = function.of_matrix(matrix)
         of_transpose, _ = function.of_matrix(perturb_entries(matrix, operator.eps).T)
-    terms = diagonal(of_matrix)
-    value, change = jnp.sum(terms), jnp.abs(jnp.sum(diagonal(of_transpose) - terms))
-    # Outside of the domain rounding may change the value by any amount.
-    change = jnp.where(jnp.isfinite(change), change, jnp.inf)
+    terms, eps = diagonal(of_matrix), float(jnp.finfo(matrix.dtype).eps)
+    value, size = jnp.sum(terms), jnp.sum(jnp.abs(terms))
+    change = jnp.abs(jnp.sum(diagonal(of_transpose) - terms))
+    # The two may agree by chance, but no sum is without rounding. Outside of the domain
+    # rounding may change the value by any amount.
+    change = jnp.where(jnp.isfinite(change), change + eps * size, jnp.inf)
     real_parts, _ = eigh((matrix + matrix.conj().T) / 2)
     extremes = real_parts[jnp.array([0, -1])]
     in_domain = check_domain(function, operator, extremes, value)
     # Terms may cancel within each entry of the diagonal too. Without the floor, traces
     # that are zero would be flagged.
-    eps = float(jnp.finfo(matrix.dtype).eps)
     floor = _ERROR_OF_FUNCTION * eps * two_norm(of_matrix)
-    lost = change > SECOND_DIGIT * jnp.sum(jnp.abs(terms)) + floor
+    lost = change > SECOND_DIGIT * size + floor
     left, eye = slopes.conj().T, jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
     extra = entries_without_probes(value.real, extremes)
