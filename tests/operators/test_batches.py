@@ -116,15 +116,35 @@ def of_all_data(make):
     return everything(over_all)
 
 
-@pytest.mark.slow(but="ggn-2")
+def ragged(whole, sizes=(5, 5, 9, 5, 8)):
+    """The examples of stacked batches as a list of batches of several sizes, each with
+    its number."""
+    whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole)
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(whole["y"])
+    parts = zip(ends - sizes, ends, strict=True)
+    return [jax.tree.map(lambda x: x[i:j], whole) | {"number": j} for i, j in parts]  # noqa: B023
+
+
+@pytest.mark.slow(but=("ggn-2-stacked", "fisher-2-ragged"))
 @pytest.mark.parametrize(
-    ("make", "chunk_size"), [(hessian, 1), (hessian, 2), (ggn, 2), (fisher, 1)]
+    ("make", "chunk_size", "arrange"),
+    [
+        (hessian, 1, "stacked"),
+        (hessian, 3, "stacked"),
+        (ggn, 2, "stacked"),
+        (fisher, 1, "stacked"),
+        (hessian, 1, "ragged"),
+        (ggn, 1, "ragged"),
+        (fisher, 2, "ragged"),
+    ],
 )
-def test_is_the_operator_of_all_data(make, chunk_size):
+def test_is_the_operator_of_all_data(make, chunk_size, arrange):
     """Matrix, trace of it, and first and second derivatives of the trace, in parameters
     and in data."""
 
     def over_batches(w, batches):
+        batches = ragged(batches) if arrange == "ragged" else batches
         operator = make(w, batches, chunk_size)
         return trace_by_signs(operator), operator.as_matrix()
 
@@ -285,19 +305,19 @@ def test_data_and_probes_on_devices(split):
         (jnp.ones((0, 3)), r"\(0, 3\)"),
         ((), r"\[\]"),
         ("data", "str"),
+        # Stacked images and labels, of which the one or the other are no batch.
+        ([jnp.ones((8, 4, 3)), jnp.ones((8, 4))], r"\(8, 4, 3\)\], \[\(8, 4\)"),
+        ([jnp.ones((8, 3)), {"x": jnp.ones((8, 3))}], r"\(8, 3\)"),
+        ([(jnp.ones(4), jnp.ones(9)), (jnp.ones(3), jnp.ones(7))], r"\(4,\), \(9,\)"),
+        ([jnp.ones((4, 3)), jnp.ones((2, 5))], r"\(4, 3\)\], \[\(2, 5\)"),
+        ([jnp.ones((4, 3)), jnp.ones((0, 3))], r"\(4, 3\)\], \[\(0, 3\)"),
+        ([], r"\[\]"),
+        ([(jnp.ones(4), "name")], "str"),
     ],
 )
 def test_bad_batches(batches, found):
     with pytest.raises(ValueError, match=rf"`batches` must be.*Found.*{found}"):
         tx.hessian(total, point(), batches)
-
-
-@pytest.mark.parametrize("chunk_size", [3, 16])
-def test_chunk_size_divides(chunk_size):
-    with pytest.raises(
-        ValueError, match=f"`chunk_size` must divide.*{chunk_size}, and 8"
-    ):
-        tx.ggn(outputs, loss, point(), data(0), chunk_size=chunk_size)
 
 
 def test_bad_functions():

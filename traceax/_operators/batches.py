@@ -1,8 +1,16 @@
 """Means of operators over batches of data: the mean of M(x, b) over b, for a curvature
-matrix M at the point x and a batch b. A matvec is one pass over the data."""
+matrix M at the point x and a batch b. A matvec is one pass over the data.
+
+Batches of different sizes cannot share a loop, since shapes in it are static. Those of
+one size are stacked, and each stack has a loop of its own. With n_b examples in batch b,
+and N in all, the mean is
+
+    sum over stacks of  sum over b in the stack of  (n_b / N) M(x, b).
+"""
 
 import functools as ft
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, PyTree
 
 from .._core.arithmetic import standard_promotion
 from .._core.checks import check_positive
@@ -28,6 +36,37 @@ def convert_bfloat16(x: PyTree) -> PyTree:
     return jax.tree.map(convert, x)
 
 
+class _Stack(eqx.Module):
+    """Batches of one size along a leading axis, of which `lanes` are processed at the
+    same time. Each of them has the part `share` in the mean over all batches."""
+
+    batches: PyTree[Array]
+    share: float = eqx.field(static=True)
+    lanes: int = eqx.field(static=True)
+
+    def sum(self, fn: Callable[[PyTree[Array]], PyTree[Array]], start: PyTree) -> PyTree:
+        """`start`, plus the sum of `share * fn(batch)` over all batches."""
+
+        def add(total, batch):
+            image = fn(batch)
+            return jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, image), None
+
+        def sum_over(batches):
+            zeros = jax.tree.map(jnp.zeros_like, start)
+            return jax.lax.scan(add, zeros, batches)[0]
+
+        if self.lanes == 1:
+            sums = sum_over(self.batches)
+        else:
+            # Contiguous batches share a lane. If the leading axis is split over devices,
+            # each device then works on its own batches.
+            size = (self.lanes, _length(self.batches) // self.lanes)
+            lanes = jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
+            sums = jax.vmap(sum_over)(lanes)
+            sums = jax.tree.map(lambda t: jnp.sum(t, axis=0), sums)
+        return jax.tree.map(lambda t, y: t + self.share * y, start, sums)
+
+
 class _MeanProduct(eqx.Module):
     """`v -> mean over b of M(b) v`, where `make` makes the operator M(b) from the
     functions `p -> fn(p, b)` and the point `x`. The user's functions remain the same
@@ -36,8 +75,7 @@ class _MeanProduct(eqx.Module):
     make: Callable[..., lx.AbstractLinearOperator]
     fns: tuple[Callable[..., Any], ...]
     x: PyTree
-    batches: PyTree[Array]
-    chunk_size: int = eqx.field(static=True)
+    stacks: tuple[_Stack, ...]
 
     @eqx.filter_jit
     def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
@@ -48,84 +86,118 @@ class _MeanProduct(eqx.Module):
             fns = [lambda point, fn=fn: fn(point, batch) for fn in self.fns]
             return self.make(*fns, self.x).mv(vector)
 
-        def add(total, batch):
-            image = batch_mv(batch)
-            return jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, image), None
-
-        def sum_over(batches):
-            return jax.lax.scan(add, zeros, batches)[0]
-
         # Sums over batches would lose digits in bfloat16 or float16.
         with standard_promotion():
-            zeros = jax.tree.map(
+            total = jax.tree.map(
                 lambda v: jnp.zeros_like(v, jnp.promote_types(v.dtype, jnp.float32)),
                 vector,
             )
-        count = len(jax.tree.leaves(self.batches)[0])
-        if self.chunk_size == 1:
-            sums = sum_over(self.batches)
-        else:
-            # Contiguous batches share a lane. If the leading axis is split over devices,
-            # each device then works on its own batches.
-            size = (self.chunk_size, count // self.chunk_size)
-            lanes = jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
-            sums = jax.tree.map(lambda t: jnp.sum(t, axis=0), jax.vmap(sum_over)(lanes))
-        return jax.tree.map(lambda t, v: (t / count).astype(v.dtype), sums, vector)
+        for stack in self.stacks:
+            total = stack.sum(batch_mv, total)
+        return jax.tree.map(lambda t, v: t.astype(v.dtype), total, vector)
 
 
-def _check_batches(batches: Any, chunk_size: int) -> PyTree[Shaped[Array, "b ..."]]:
+def _length(stacked: PyTree[Array]) -> int:
+    return len(jax.tree.leaves(stacked)[0])
+
+
+def _as_array(leaf: Any) -> Any:
+    """Convert a tensor of another library to a NumPy array, or raise if the leaf is no
+    array."""
+    if eqx.is_array_like(leaf):
+        return leaf
+    if not hasattr(leaf, "__array__"):
+        raise ValueError(
+            "`batches` must be batches of data: PyTrees of arrays. Found a leaf of type "
+            f"{type(leaf).__name__}. Leave it out of the batches."
+        )
+    return np.asarray(leaf)
+
+
+def _check_stacked(batches: PyTree) -> tuple[PyTree[Array], float]:
+    """Batches along a leading axis, and the share of one of them in the mean."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(
+            "`batches` must be a list or another iterable of batches, or arrays with one "
+            "leading axis of the same length: the number of batches. Found leaves of "
+            f"shapes {shapes}. Add that axis, or pass a list."
+        )
+    return jax.tree.map(jnp.asarray, batches), 1 / counts.pop()
+
+
+def _stack_by_size(batches: list[PyTree]) -> list[tuple[PyTree[Array], float]]:
+    """Stack all batches of one size, and find the share of one of them in the mean."""
+    shapes = [tuple(map(jnp.shape, jax.tree.leaves(batch))) for batch in batches]
+    kinds = {
+        (jax.tree.structure(batch), *((len(shape), shape[1:]) for shape in leaves))
+        for batch, leaves in zip(batches, shapes, strict=True)
+    }
+    # The number of examples is the length that differs between batches. Arrays of one
+    # length in all of them, such as keys or weights of classes, have another axis.
+    lengths = {tuple(s[:1] for s in column) for column in zip(*shapes, strict=False)}
+    differing = [column for column in lengths if len(set(column)) > 1]
+    sizes = differing[0] if differing else ((1,),) * len(batches)
+    if len(kinds) != 1 or not lengths or len(differing) > 1 or (0,) in sizes:
+        found = [list(leaves) for leaves in dict.fromkeys(shapes)][:3]
+        raise ValueError(
+            "`batches` must be alike if they are a list: of one structure, with arrays "
+            "whose shapes differ only in the length of the leading axis, the number of "
+            f"examples, 1 or more. Found batches of shapes {found}. Pad other axes, and "
+            "pass the parts of stacked batches, such as images and labels, as a tuple."
+        )
+    total = sum(size for (size,) in sizes)
+    alike: dict[int, list[PyTree]] = {}
+    for batch, (size,) in zip(batches, sizes, strict=True):
+        alike.setdefault(size, []).append(batch)
+    stack = lambda *arrays: jnp.stack(arrays)  # noqa: E731
+    return [(jax.tree.map(stack, *same), size / total) for size, same in alike.items()]
+
+
+def _in_lanes(stacked: PyTree[Array], share: float, chunk_size: int) -> Iterator[_Stack]:
+    """Batches that do not fill a chunk become a chunk of their own."""
+    count = _length(stacked)
+    rest = count % chunk_size
+    whole = count - rest
+    if whole:
+        yield _Stack(jax.tree.map(lambda b: b[:whole], stacked), share, chunk_size)
+    if rest:
+        yield _Stack(jax.tree.map(lambda b: b[whole:], stacked), share, rest)
+
+
+def _make_stacks(batches: Any, chunk_size: int) -> tuple[_Stack, ...]:
     if batches is None:
         raise ValueError(
             "`chunk_size` is how many of the `batches` are processed at the same time. "
             f"Found chunk_size={chunk_size!r} without `batches`."
         )
-    leaves = jax.tree.leaves(batches)
-    shapes = [jnp.shape(leaf) if eqx.is_array_like(leaf) else None for leaf in leaves]
-    counts = {shape[0] if shape else 0 for shape in shapes}
-    # A list of several elements with the same structure and shapes is a list of batches,
-    # as data loaders return it, which would be taken for one PyTree.
-    parts = batches if isinstance(batches, list) else []
-    kinds = {(jax.tree.structure(b), *map(np.shape, jax.tree.leaves(b))) for b in parts}
-    listed = len(parts) > len(kinds) == 1
-    if listed or len(counts) != 1 or 0 in counts:
-        described = [
-            type(leaf).__name__ if shape is None else shape
-            for leaf, shape in zip(leaves, shapes, strict=True)
-        ]
-        raise ValueError(
-            "`batches` must be an array, or a PyTree of arrays, with one leading axis of "
-            f"the same length: the number of batches. Found leaves of shapes {described}"
-            f"{', in a list of batches (or make it a tuple)' if listed else ''}. "
-            "Stack batches of one size, for example by `jax.tree.map(lambda *xs: "
-            "jnp.stack(xs), *list_of_batches)`. Pad the last one, with weights of zero "
-            "as a part of the batch, or leave it out."
-        )
-    (count,) = counts
-    if count % check_positive("chunk_size", chunk_size):
-        raise ValueError(
-            f"`chunk_size` must divide the number of batches. Found {chunk_size}, and "
-            f"{count} batches, the length of the leading axis of `batches`."
-        )
-    return jax.tree.map(jnp.asarray, batches)
+    chunk_size = check_positive("chunk_size", chunk_size)
+    # An iterable that is neither a PyTree nor an array is a data loader.
+    is_leaf = jax.tree.structure(batches) == jax.tree.structure(0)
+    if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "__array__"):
+        batches = list(batches)
+    batches = jax.tree.map(_as_array, batches)
+    if isinstance(batches, list):
+        stacks = _stack_by_size(batches)
+    else:
+        stacks = [_check_stacked(batches)]
+    parts = (_in_lanes(stacked, share, chunk_size) for stacked, share in stacks)
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 def mean_operator(
     make: Callable[..., lx.AbstractLinearOperator],
     *fns: Callable[..., Any],
     x: PyTree,
-    batches: PyTree,
+    batches: Any,
     chunk_size: int,
     tags: object,
 ) -> lx.FunctionLinearOperator:
     """The mean of `make(*fns, x)` over batches, where each `fn` has a batch as its second
     argument."""
-    mean_mv = _MeanProduct(
-        make=make,
-        fns=fns,
-        x=x,
-        batches=_check_batches(batches, chunk_size),
-        chunk_size=chunk_size,
-    )
+    stacks = _make_stacks(batches, chunk_size)
+    mean_mv = _MeanProduct(make=make, fns=fns, x=x, stacks=stacks)
     structure = jax.eval_shape(
         lambda: eqx.filter(convert_bfloat16(x), eqx.is_inexact_array)
     )
