@@ -29,16 +29,14 @@ def test_chunk_size_needs_batches(make):
     make(chunk_size=1)
 
 
-def test_lists_of_batches():
-    """A list of alike elements is refused, but not one of the parts of a batch."""
-    message = r"`batches` must be.* in a list of batches"
-    for batches in ([(x, np.ones(4)) for x in BATCHES], list(BATCHES)):
-        with pytest.raises(ValueError, match=message):
-            tx.hessian(lambda w, batch: loss(w, batch[0]), POINT, batches)
+def test_parts_of_stacked_batches():
+    """Are a tuple, or any PyTree but a list, which is one of batches."""
     weights = {"weight": np.ones(2)}
     parts = lambda w, batch: batch[1]["weight"] * loss(w, batch[0])  # noqa: E731
-    operator = tx.hessian(parts, POINT, [BATCHES, weights])
+    operator = tx.hessian(parts, POINT, (BATCHES, weights))
     np.testing.assert_allclose(operator.mv(POINT), 24 * POINT)
+    with pytest.raises(ValueError, match=r"images and labels, as a tuple"):
+        tx.hessian(parts, POINT, [BATCHES, weights])
 
 
 def test_outputs_that_are_no_floating_point_numbers():

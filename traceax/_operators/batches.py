@@ -174,8 +174,10 @@ def _make_stacks(batches: Any, chunk_size: int) -> tuple[_Stack, ...]:
         )
     chunk_size = check_positive("chunk_size", chunk_size)
     # An iterable that is neither a PyTree nor an array is a data loader.
-    is_leaf = jax.tree.structure(batches) == jax.tree.structure(0)
-    if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "__array__"):
+    iterable = isinstance(batches, Iterable) and not hasattr(batches, "__array__")
+    # JAX warns of iterators that it takes for leaves, without this function.
+    is_leaf = lambda x: isinstance(x, Iterator)  # noqa: E731
+    if iterable and jax.tree.structure(batches, is_leaf) == jax.tree.structure(0):
         batches = list(batches)
     batches = jax.tree.map(_as_array, batches)
     if isinstance(batches, list):
