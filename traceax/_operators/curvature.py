@@ -11,7 +11,7 @@ the rows of J, are the gradients of N losses. `J v` is a forward-mode derivative
 (`lineax.linearise`): its matvecs do not evaluate the function again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import equinox as eqx
@@ -65,7 +65,7 @@ def _check_outputs(name: str, outputs: PyTree, kind: type) -> None:
 def hessian(
     f: Callable[..., Scalar],
     x: PyTree,
-    batches: PyTree | None = None,
+    batches: PyTree | Iterable[PyTree] | None = None,
     *,
     chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
@@ -88,14 +88,28 @@ def hessian(
         there are batches.
     - `x`: the point: any PyTree. Its floating-point arrays, of n entries in all, are the
         variables; its other leaves (an Equinox model has some) are constants.
-    - `batches`: any PyTree of arrays whose leading axis counts the batches, such as
-        `(images, labels)` of shapes `(batches, examples, ...)`. Each matvec is one pass
-        over all batches, with the memory of one chunk of them, also in derivatives of
-        any order. The default, `None`, is for an `f` of `x` alone.
-    - `chunk_size`: how many batches are in a chunk, which is processed at the same time;
-        a divisor of their number. If the leading axis is split over devices, pass the
-        number of devices: each device then works on its own batches, and a matvec takes
-        one all-reduce.
+    - `batches`: the data, in one of two forms:
+        - a list or another iterable of batches, such as a data loader, each of which is a
+            PyTree of arrays. It is read once, and all of it is kept on the device. The
+            last batch, or any other, may have fewer examples;
+        - batches that are stacked: a PyTree of arrays, but not a list, whose leading axis
+            counts the batches, such as the tuple `(images, labels)` with arrays of shapes
+            `(batches, examples, ...)`.
+
+        The mean over batches has weights $n_b / N$ for batches of $n_b$ of $N$ examples, so
+        that of an `f` which is a mean over the examples of its batch, it is the mean over
+        all examples. For a sum over all examples, multiply that by $N$. The number $n_b$
+        is the length that differs between batches of a list, in the leading axis of their
+        arrays. Where none does, or batches are stacked, their weights are equal.
+
+        Each matvec is one pass over all batches, with the memory of one chunk of them,
+        also in derivatives of any order. Batches of each size have a loop of their own in
+        the compiled program. The default, `None`, is for an `f` of `x` alone.
+    - `chunk_size`: how many batches are in a chunk, which is processed at the same time.
+        Batches of one size that do not fill the last chunk are a smaller one, which is
+        compiled, too. If the leading axis is split over devices, pass the number of
+        devices: each device then works on its own batches, and a matvec takes one
+        all-reduce.
 
     **Returns:**
 
@@ -108,9 +122,9 @@ def hessian(
 
     - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
         floating ones.
-    - `ValueError` if `batches` is a list of alike elements, has no arrays, or has leading
-        axes of several lengths; or if `chunk_size` does not divide that length, or is
-        given without batches.
+    - `ValueError` if `batches` has no arrays, or something else in it; if stacked batches
+        have leading axes of several lengths; if batches in a list differ in more than the
+        number of examples; or if `chunk_size` is below 1, or is given without batches.
     """
     if batches is not None or chunk_size != 1:
         return mean_operator(
@@ -126,7 +140,7 @@ def ggn(
     model: Callable[..., PyTree[Array]],
     loss: Callable[..., Scalar],
     x: PyTree,
-    batches: PyTree | None = None,
+    batches: PyTree | Iterable[PyTree] | None = None,
     *,
     chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
@@ -154,7 +168,8 @@ def ggn(
         `model(x, batch)` if there are batches.
     - `loss`: from the outputs to a real scalar, convex: `loss(outputs)`, or
         `loss(outputs, batch)`.
-    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][].
+    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][], with a `loss` that is a
+        mean over the examples of its batch.
 
     **Returns:**
 
@@ -250,7 +265,7 @@ def _real_parts(y: Array) -> tuple[Array, ...]:
 def empirical_fisher(
     losses: Callable[..., Inexact[Array, " examples"]],
     x: PyTree,
-    batches: PyTree | None = None,
+    batches: PyTree | Iterable[PyTree] | None = None,
     *,
     chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
@@ -277,8 +292,8 @@ def empirical_fisher(
 
     - `losses`: returns the losses of all examples, an array of shape `(examples,)` and
         not their mean: `losses(x)`, or `losses(x, batch)` if there are batches.
-    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][]. All batches have the same
-        weight.
+    - `x`, `batches`, `chunk_size`: as in [`traceax.hessian`][], so that examples of all
+        batches have the same weight.
 
     **Returns:**
 
