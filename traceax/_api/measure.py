@@ -26,14 +26,16 @@ def measure(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
+    square: bool = True,
 ) -> Solution:
     """Estimate any quantity of an operator that is read from its matvecs, such as the
     trace.
 
     **Arguments:**
 
-    - `quantity`: a function of the structure of the vectors that the operator applies
-        to, a PyTree of `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
+    - `quantity`: a function of the structure of the operator's images, a PyTree of
+        `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
+    - `square`: whether the operator must be square. Norms are defined for others too.
     - The other arguments: as for [`traceax.trace`][].
 
     **Returns:**
@@ -45,9 +47,9 @@ def measure(
     The errors of [`traceax.trace`][], and a `ValueError` where the estimator does not
     estimate this quantity.
     """
-    entered = enter(operator, second=estimator)
+    entered = enter(operator, square=square, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
-    task = Measurement(estimator=estimator, quantity=quantity(entered.structure))
+    task = Measurement(estimator=estimator, quantity=quantity(entered.image))
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -39,7 +39,7 @@ def frobenius_norm(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate the Frobenius norm of a square linear operator from `k` matvecs.
+    """Estimate the Frobenius norm of a linear operator from `k` matvecs.
 
     The estimate is the root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for
     the square. Where singular values decay, `traceax.XNysTraceEstimator()` is many times
@@ -63,8 +63,12 @@ def frobenius_norm(
 
     **Arguments:**
 
-    - `operator`, `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
-        `k` counts matvecs with the adjoint, too.
+    - `operator`: as for [`traceax.trace`][], but it may be rectangular, on arrays or
+        PyTrees; let it have m rows and n columns.
+    - `k`: the number of matvecs, with the adjoint included, a Python integer or
+        [`traceax.Adaptive`][]. With `k >= min(m, n)` the answer is exact, from n matvecs,
+        or where m is smaller from m matvecs with the adjoint.
+    - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
     - `estimator`: an estimator whose samples are matvecs with random vectors, as
         [`traceax.HutchinsonEstimator`][], the default. Any other estimator of the trace
         is given the operator $A A^*$, tagged positive semidefinite.
@@ -85,6 +89,7 @@ def frobenius_norm(
         lambda _: FrobeniusNorm(),
         operator,
         estimator,
+        square=False,
         k=k,
         key=key,
         state=state,
@@ -104,8 +109,7 @@ def row_norms(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution:
-    """Estimate the Euclidean norm of each row of a square linear operator from `k`
-    matvecs.
+    """Estimate the Euclidean norm of each row of a linear operator from `k` matvecs.
 
     The estimates are the roots of the means of $|e_a^* A \\omega_i|^2$, which are
     unbiased for the squares. For the norms of the columns, pass `operator.T`. Where
@@ -136,7 +140,7 @@ def row_norms(
     **Returns:**
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
-    operator's structure. `stats["num_samples"]` is the number of samples. Derivatives
+    structure of the operator's images. `stats["num_samples"]` is the number of samples. Derivatives
     are those of the estimate: they are unbiased for the squares, and for the roots they
     have a relative bias of up to `1 / k`. Where the estimate of a square is negative, the
     row is 0, its `std_err` is the root of the standard error of the square, and its
@@ -154,6 +158,7 @@ def row_norms(
         RowNorms.of,
         operator,
         estimator,
+        square=False,
         k=k,
         key=key,
         state=state,

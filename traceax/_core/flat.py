@@ -60,6 +60,12 @@ class FlatOperator(eqx.Module):
     sign: int = eqx.field(static=True, default=0)
 
     @property
+    def num_rows(self) -> int:
+        """m, the length of the images; n for a square operator."""
+        vector = jax.ShapeDtypeStruct((self.size,), self.dtype)
+        return eqx.filter_eval_shape(self.fn, vector).size
+
+    @property
     def eps(self) -> float:
         """Machine epsilon of the matvecs."""
         return float(jnp.finfo(self.precision).eps)

@@ -172,17 +172,17 @@ class Diagonal(_Structured):
 
 
 class RowNorms(_Structured):
-    """`|e_i* A|` for each row i, from its square, with the structure of a vector."""
+    """`|e_i* A|` for each row i, from its square, with the structure of an image."""
 
     linear: ClassVar[bool] = False
 
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
         return _keep_nonzero((image * image.conj()).real, image != 0)
 
     def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
-    ) -> Inexact[Array, " n"]:
-        return left.conj() * image * jnp.abs(image)
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
+    ) -> Inexact[Array, " m"]:
+        return _repeat(left, image).conj() * image * jnp.abs(image)
 
     def comparable(self, hermitian: bool) -> bool:
         return True
@@ -231,16 +231,16 @@ class FrobeniusNorm(AbstractQuantity):
 
     linear: ClassVar[bool] = False
 
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
         square = jnp.vdot(image, image, precision="highest").real
         return _keep_nonzero(square, jnp.any(image != 0))
 
     def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
     ) -> Real[Array, ""]:
         # The terms of the trace, conj(w_i) (A w)_i, are the same for all signs exactly if
         # the operator is diagonal.
-        return jnp.abs(Trace().marks(left, image)) ** 2
+        return jnp.abs(Trace().marks(_repeat(left, image), image)) ** 2
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return _root(value, std_err)
@@ -361,6 +361,12 @@ def _rotate(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
     turns = index * index * _GOLDEN_SECTION
     angle = turns.astype(vector.real.dtype) * (2 * math.pi / 2**32)
     return vector * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+
+def _repeat(left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
+    """The vector repeated, or cut off, to the length of its image. So marks of a
+    rectangular operator are those of a stack of square ones."""
+    return left if left.shape == image.shape else jnp.resize(left, image.shape)
 
 
 def _keep_nonzero(square: Array, nonzero: Array) -> Array:

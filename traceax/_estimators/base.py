@@ -14,7 +14,7 @@ from .._core.solution import Estimate
 from .._operators.door import enter, Facts
 from .._operators.gram import gram
 from .._run.budget import Budget
-from .._run.exact import exact, exact_from_diagonal
+from .._run.exact import exact, exact_from_diagonal, squares_of_rows
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 
@@ -165,13 +165,18 @@ class Measurement(AbstractTask):
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
             return facts.diagonal_cost
-        return operator.size
+        # Norms are read from the columns, or from the rows where there are fewer.
+        return operator.size if self.quantity.linear else min(operator.size, operator.num_rows)
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         quantity = self.quantity
-        if quantity.diagonal_only and facts.diagonal is not None:
+        of_gram = quantity.of_gram()
+        if of_gram is not None and operator.num_rows < operator.size:
+            squares = squares_of_rows(operator, execution)
+            answer = exact_from_diagonal(of_gram, squares, operator.num_rows)
+        elif quantity.diagonal_only and facts.diagonal is not None:
             answer = exact_from_diagonal(quantity, facts.diagonal, facts.diagonal_cost)
         else:
             answer = exact(quantity, operator, execution)

@@ -47,7 +47,7 @@ class EnteredOperator(eqx.Module):
         the operator itself.
     - `structure`: the structure of the vectors that it is applied to, a PyTree of
         `jax.ShapeDtypeStruct`.
-    - `square`: whether images have the same structure.
+    - `image`: the structure of its images.
     - `_setup`: the code of the setup, which returns the leaves of the flat operator and
         of its facts.
     - `_treedef`: the PyTree structure of this pair.
@@ -55,7 +55,7 @@ class EnteredOperator(eqx.Module):
 
     arrays: list[Array]
     structure: PyTree[jax.ShapeDtypeStruct]
-    square: bool = eqx.field(static=True)
+    image: PyTree[jax.ShapeDtypeStruct]
     _setup: Code = eqx.field(static=True)
     _treedef: Any = eqx.field(static=True)
 
@@ -68,6 +68,11 @@ class EnteredOperator(eqx.Module):
     def code(self) -> Code:
         """The code of a matvec."""
         return self.flat.fn.code  # pyright: ignore[reportFunctionMemberAccess]
+
+    @property
+    def square(self) -> bool:
+        """Whether images have the structure of the vectors."""
+        return self.image == self.structure
 
     @property
     def size(self) -> int:
@@ -109,7 +114,7 @@ def enter(
     return EnteredOperator(
         arrays=[*setup.consts, *arrays],
         structure=structures[0],
-        square=structures[0] == structures[1],
+        image=structures[1],
         _setup=Code.of(setup.jaxpr),
         _treedef=jax.tree.structure(outputs),
     )

@@ -29,7 +29,7 @@ class _Gram(eqx.Module):
 
 
 def gram(operator: FlatOperator) -> FlatOperator:
-    """`A A*` of a square operator A, which is positive semidefinite. A matvec with it
-    takes one with A* and one with A."""
-    fn = _Gram(operator)
-    return dataclasses.replace(operator, fn=fn, hermitian=True, sign=1)
+    """`A A*` of an operator A, which is positive semidefinite. A matvec with it takes one
+    with A* and one with A."""
+    fn, size = _Gram(operator), operator.num_rows
+    return dataclasses.replace(operator, fn=fn, size=size, hermitian=True, sign=1)

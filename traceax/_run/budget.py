@@ -55,7 +55,7 @@ class Budget(eqx.Module):
         return -(-_MIN_STREAK_MATVECS // self.round_size)
 
     def for_operator(self, n: int, min_budget: int = 0) -> "Budget":
-        """The budget for an operator of size n, whose exact answer costs n units.
+        """The budget for an operator whose exact answer costs n units.
 
         If n units leave enough for one round and for `min_budget`, they are reserved for
         the exact answer. The estimate itself never spends more than n units, since from

@@ -8,10 +8,10 @@ Since the unit vectors add up to `sum_i e_i e_i* = I`, the operator is
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity
+from .._core.quantity import AbstractQuantity, FrobeniusNorm
 from .._core.solution import Estimate
 from .execution import AbstractExecution
 from .fold import fold
@@ -49,6 +49,20 @@ def exact_from_diagonal(
     matvecs."""
     # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A.
     return _exact_estimate(quantity.read(jnp.ones_like(diagonal), diagonal), cost)
+
+
+def squares_of_rows(
+    operator: FlatOperator, execution: AbstractExecution
+) -> Real[Array, " m"]:
+    """The squared norm of each row, the diagonal of `A A*`, from m matvecs with A*."""
+    size = operator.num_rows
+
+    def square_of_row(operator, index):
+        unit = jnp.zeros(size, operator.dtype).at[index].set(1)
+        return FrobeniusNorm().read(unit, operator.adjoint_mv(unit))
+
+    square_of_row = eqx.filter_checkpoint(square_of_row, prevent_cse=False)
+    return execution.map(square_of_row, operator, jnp.arange(size))
 
 
 def _exact_estimate(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:

@@ -168,7 +168,9 @@ def solution_of(
     if first_budget(k) >= exact_cost or size < task.min_matvecs:
         return solve_exactly()
     if isinstance(k, Budget):
-        estimate, k = _run_adaptive(task, operator, k, key=key, execution=execution)
+        estimate, k = _run_adaptive(
+            task, operator, k, key=key, execution=execution, exact_cost=exact_cost
+        )
     else:
         estimate = task.run(operator, k, key, execution)
     solution = _package(estimate, quantity)
@@ -224,6 +226,7 @@ def _run_adaptive(
     *,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
+    exact_cost: int,
 ) -> tuple[Estimate, Budget]:
     """The estimate, with the state from which a later call resumes, and the budget
     without the units that are reserved for the exact answer."""
@@ -231,7 +234,7 @@ def _run_adaptive(
     # Buffers only grow, so a call that resumes reserves n units only if the remaining
     # budget is no smaller than the earlier one.
     min_budget = task.min_matvecs if earlier is None else earlier.max_k
-    k = k.for_operator(operator.size, min_budget)
+    k = k.for_operator(exact_cost, min_budget)
     if earlier is not None:
         if k.max_k < earlier.max_k:
             raise ValueError(
