@@ -26,6 +26,7 @@ from ._api.diagonal import (
     leaf_traces,
 )
 from ._api.diagonal_of_function import diagonal_of_function
+from ._api.diagonal_of_product import diagonal_of_product
 from ._api.divergence import divergence
 from ._api.dynamic_trace import DynamicState, DynamicTrace
 from ._api.function_of import function_of
@@ -136,6 +137,7 @@ __all__ = [
     "check_operator",
     "diagonal",
     "diagonal_of_function",
+    "diagonal_of_product",
     "divergence",
     "DynamicState",
     "DynamicTrace",

@@ -47,12 +47,12 @@ from .._run.steps import (
 # 0.03, and one in 23 less than 0.003 (docs/devdocs/quadrature.md). The smaller share
 # takes more steps. It is for given numbers of steps, where no error says that they are
 # too few.
-_HIDDEN = {True: 0.03, False: 0.003}
+HIDDEN = {True: 0.03, False: 0.003}
 # Rounding errors above this share of the value change its second digit: the call fails.
-_MAX_ROUNDING = 0.02
+MAX_ROUNDING = 0.02
 
 
-def _root_mean_square(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
+def root_mean_square(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
     return two_norm(entries) / entries.size**0.5
 
 
@@ -158,8 +158,8 @@ class DiagonalOfFunction(AbstractTask):
         # Errors have no derivatives. The run is one that `product` makes for the
         # estimate, with its buffers and steps.
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        state, steps, _ = constant.action.advanced(constant.outside(frozen))
-        report = constant.look(state, steps, _HIDDEN[adaptive])
+        state, steps, _ = constant.action.advanced(constant.start(frozen))
+        report = constant.look(state, steps, HIDDEN[adaptive])
         in_domain = check_domain(
             function,
             operator=flat,
@@ -173,15 +173,15 @@ class DiagonalOfFunction(AbstractTask):
         value = estimate.value + jax.lax.stop_gradient(offset).astype(
             estimate.value.dtype
         )
-        max_rounding = _MAX_ROUNDING * _root_mean_square(value)
+        max_rounding = MAX_ROUNDING * root_mean_square(value)
         precision = failure(
-            _root_mean_square(report.rounding) > max_rounding, RESULTS.precision_lost
+            root_mean_square(report.rounding) > max_rounding, RESULTS.precision_lost
         )
         # Errors of some entries may be much larger than others, but an entry with a large
         # error may by chance show a small one for this probe. So the root mean square is
         # the smallest error of any entry.
         error = report.truncated + report.rounding
-        typical = _root_mean_square(error)
+        typical = root_mean_square(error)
         error = jnp.maximum(error, typical)
         reach = error + report.beyond[:, None]
         low, high = value.real - reach[0], value.real + reach[1]
@@ -239,7 +239,7 @@ class DiagonalOfFunction(AbstractTask):
         def excess_after(_, state, steps):
             product, mean_offset, k = constant
             return self._excess(
-                product.look(state, steps, _HIDDEN[True]),
+                product.look(state, steps, HIDDEN[True]),
                 probe=probe,
                 k=k,
                 mean_offset=mean_offset,
@@ -250,7 +250,7 @@ class DiagonalOfFunction(AbstractTask):
             self.num_steps,
             krylov=Lanczos(),
             operator=flat,
-            probe=product.outside(probe),
+            probe=product.start(probe),
             # Not after one step, from which the error cannot be estimated.
             first=4,
             excess_after=excess_after,
@@ -276,8 +276,8 @@ class DiagonalOfFunction(AbstractTask):
                 value = jnp.full_like(report.product, mean + mean_offset)
             target = self._tolerance(k, value)
         else:
-            deviation = _root_mean_square(report.product - mean * probe) / k**0.5
-            size = _root_mean_square(report.product)
+            deviation = root_mean_square(report.product - mean * probe) / k**0.5
+            size = root_mean_square(report.product)
             target = jnp.maximum(deviation, rounding * size)
         # More steps do not reduce rounding errors, so these do not count.
         largest = jnp.max(report.truncated) - jnp.max(report.rounding)
@@ -297,7 +297,7 @@ class DiagonalOfFunction(AbstractTask):
         root mean square."""
         if isinstance(k, Budget):
             return self._norm(k, errors) / self._norm(k, jnp.ones_like(errors))
-        return _root_mean_square(errors)
+        return root_mean_square(errors)
 
     def _norm(self, k: Budget, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
         return k.rule.size(self.quantity.present(entries, entries)[0])

@@ -140,13 +140,13 @@ def row_norms(
     **Returns:**
 
     A [`traceax.Solution`][], whose `value` and `std_err` are real PyTrees of the
-    structure of the operator's images. `stats["num_samples"]` is the number of samples. Derivatives
-    are those of the estimate: they are unbiased for the squares, and for the roots they
-    have a relative bias of up to `1 / k`. Where the estimate of a square is negative, the
-    row is 0, its `std_err` is the root of the standard error of the square, and its
-    derivative is 0. Memory: one block of probes with its matvecs, and four numbers for
-    each row (eight with fewer than 16 probes), from which value and error bar are
-    computed; or with another `estimator` about half of what it holds for a diagonal,
+    structure of the operator's images. `stats["num_samples"]` is the number of samples.
+    Derivatives are those of the estimate: they are unbiased for the squares, and for the
+    roots they have a relative bias of up to `1 / k`. Where the estimate of a square is
+    negative, the row is 0, its `std_err` is the root of the standard error of the square,
+    and its derivative is 0. Memory: one block of probes with its matvecs, and four
+    numbers for each row (eight with fewer than 16 probes), from which value and error bar
+    are computed; or with another `estimator` about half of what it holds for a diagonal,
     since `A A*` gets `k // 2` probes.
 
     **Raises:**

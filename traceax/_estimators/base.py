@@ -166,7 +166,11 @@ class Measurement(AbstractTask):
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
             return facts.diagonal_cost
         # Norms are read from the columns, or from the rows where there are fewer.
-        return operator.size if self.quantity.linear else min(operator.size, operator.num_rows)
+        return (
+            operator.size
+            if self.quantity.linear
+            else min(operator.size, operator.num_rows)
+        )
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution

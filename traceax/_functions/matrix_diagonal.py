@@ -1,11 +1,12 @@
 """Exact diagonals of functions by a dense factorisation, from n matvecs.
 
-    diag(f(A))_a = sum_i |u_ai|^2 f(lambda_i)
+    diag(X f(A) X*)_a = sum_i |(X u_i)_a|^2 f(lambda_i)
 
-for a Hermitian A with eigenvalues lambda_i and eigenvectors u_i. The derivative in a
-direction E is `U (F o (U* E U)) U*`, with F the divided differences of f at the lambda_i
-and `o` the entrywise product (Daleckii and Krein; see Higham, Functions of Matrices,
-2008, section 3.2). In the code `nodes` are the lambda_i, and `vectors` is U.
+for a Hermitian A with eigenvalues lambda_i and eigenvectors u_i, and X = I or any other
+operator. The derivative of U* f(A) U in a direction E of A, with U constant, is
+`F o (U* E U)`, with F the divided differences of f at the lambda_i and `o` the entrywise
+product (Daleckii and Krein; see Higham, Functions of Matrices, 2008, section 3.2). In the
+code `nodes` are the lambda_i, `vectors` is U, `rows` is X U, and `factor` is X.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
@@ -38,16 +39,23 @@ def exact_diagonal_of_function(
     operator: FlatOperator,
     function: AbstractSpectralFunction,
     execution: AbstractExecution,
+    factor: FlatOperator | None = None,
 ) -> Estimate:
-    """The diagonal of f(A) for a Hermitian operator. n matvecs, O(n^3) operations, and
-    O(n^2) memory."""
+    """The diagonal of f(A) for a Hermitian operator, or of X f(A) X* for a `factor` X. n
+    matvecs with each, O(n^3 + m n^2) operations, and O(n^2 + m n) memory for m rows of X.
+    """
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator, eye)
     matrix = (matrix + matrix.conj().T) / 2
-    arrays, static = eqx.partition(function, eqx.is_array)
-    value = _diagonal(matrix, arrays, static=static, eps=operator.eps)
-
     nodes, vectors = eigh(jax.lax.stop_gradient(matrix))
+    arrays, static = eqx.partition(function, eqx.is_array)
+    compressed = _compressed(
+        matrix, arrays, nodes, vectors, static=static, eps=operator.eps
+    )
+    rows = vectors if factor is None else execution.matmat(factor, vectors)
+    products = jnp.matmul(rows, compressed, precision="highest")
+    value = jnp.sum(products * rows.conj(), axis=1)
+
     values = values_at(function, nodes, operator.eps)
     slopes = slopes_at(function, nodes, operator.eps)
     ends = nodes[jnp.array([0, -1])]
@@ -60,7 +68,7 @@ def exact_diagonal_of_function(
     moved = changes_under_shift(error, function, nodes, values, operator.eps)
     moved = jnp.abs(jnp.stack([*moved, error * slopes]))
     moved = jnp.max(jnp.where(jnp.isfinite(moved), moved, 0), axis=0)
-    squares = jnp.abs(vectors) ** 2
+    squares = jnp.abs(jax.lax.stop_gradient(rows)) ** 2
     # In units of the largest, so that squares neither overflow nor vanish.
     relative, largest = normalise(moved)
     change = largest * jnp.sqrt(_mean(squares, relative**2))
@@ -88,25 +96,25 @@ def exact_diagonal_of_function(
     )
 
 
-def _mean(squares: Real[Array, "n n"], values: Real[Array, " n"]) -> Real[Array, " n"]:
+def _mean(squares: Real[Array, "m n"], values: Real[Array, " n"]) -> Real[Array, " m"]:
     """For each row, the mean of the values with the weights `squares`."""
     return jnp.matmul(squares, values, precision="highest")
 
 
 @eqx.filter_custom_jvp
-def _diagonal(matrix: Inexact[Array, "n n"], arrays: Any, *, static, eps) -> Any:
-    nodes, vectors = eigh(matrix)
+def _compressed(matrix, arrays, nodes, vectors, *, static, eps) -> Any:
+    """`U* f(A) U` for the eigenvectors U, which are constant to its derivative."""
     values = values_at(eqx.combine(arrays, static), nodes, eps)
-    return _mean(jnp.abs(vectors) ** 2, values).astype(matrix.dtype)
+    return jnp.diag(values).astype(matrix.dtype)
 
 
-@_diagonal.def_jvp
-def _diagonal_rule(primals, tangents, *, static, eps) -> Any:
-    """`diag(U (F o (U* E U)) U*)`, which needs no gaps between eigenvalues, while the
-    derivatives of eigenvectors would be infinite for equal ones."""
-    out, tangent = _diagonal(*primals, static=static, eps=eps), 0
-    matrix, arrays = first_order_only(primals)
-    nodes, vectors = eigh(matrix)
+@_compressed.def_jvp
+def _compressed_rule(primals, tangents, *, static, eps) -> Any:
+    """`F o (U* E U)`, which needs no gaps between eigenvalues, while the derivatives of
+    eigenvectors would be infinite for equal ones."""
+    _, _, nodes, vectors = primals
+    out, tangent = _compressed(*primals, static=static, eps=eps), 0
+    _, arrays = first_order_only(primals[:2])
 
     def at_nodes(arrays):
         return values_at(eqx.combine(arrays, static), nodes, eps)
@@ -115,9 +123,8 @@ def _diagonal_rule(primals, tangents, *, static, eps) -> Any:
         slopes = slopes_at(eqx.combine(arrays, static), nodes, eps)
         with jax.default_matmul_precision("highest"):
             rotated = vectors.conj().T @ tangents[0] @ vectors
-            rotated = divided_differences(nodes, at_nodes(arrays), slopes) * rotated
-            tangent = jnp.sum((vectors @ rotated) * vectors.conj(), axis=1)
+            tangent = divided_differences(nodes, at_nodes(arrays), slopes) * rotated
     if jax.tree.leaves(tangents[1]):
         _, change = eqx.filter_jvp(at_nodes, (arrays,), (tangents[1],))
-        tangent = tangent + _mean(jnp.abs(vectors) ** 2, change).astype(out.dtype)
+        tangent = tangent + jnp.diag(change).astype(out.dtype)
     return out, tangent

@@ -1,4 +1,4 @@
-"""Products with f(A), preconditioned or not, and estimates of their errors.
+"""Products with f(A), alone or between other maps, and estimates of their errors.
 
 With a preconditioner P of A and `M = P^(-1/2) A P^(-1/2)`,
 
@@ -9,13 +9,15 @@ M with the function `InverseMinusOne`. M is close to the identity, so few steps 
 and M^-1 - I is small, so its diagonal has little variance.
 """
 
-from typing import ClassVar
+import abc
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
+from .._core.flat import FlatOperator
 from .._krylov.lanczos_recurrence import LanczosState
 from .._preconditioners.base import AbstractPreconditioner
 from .._quadrature.functions import AbstractSpectralFunction
@@ -46,38 +48,42 @@ class RunReport(eqx.Module):
     - `beyond`: how much further entries of the diagonal may lie below and above.
     """
 
-    product: Inexact[Array, " n"]
+    product: Inexact[Array, " m"]
     extremes: Real[Array, "2"]
     residual: Real[Array, ""]
-    truncated: Real[Array, " n"]
-    rounding: Real[Array, " n"]
+    truncated: Real[Array, " m"]
+    rounding: Real[Array, " m"]
     beyond: Real[Array, "2"]
 
 
-class PreconditionedAction(eqx.Module):
-    """`v -> P^(-1/2) F P^(-1/2) v` for F the `action`, or F itself without P."""
+class AbstractProduct(eqx.Module):
+    """`v -> E F S v` for F the `action`: products that start and end with other maps.
 
-    action: Action
-    preconditioner: AbstractPreconditioner | None
+    - `action`: F, by Lanczos.
+    """
 
-    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return self.outside(self.action(self.outside(vector)))
+    action: eqx.AbstractVar[Action]
 
-    def outside(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """`P^(-1/2) v`, or v without P."""
-        if self.preconditioner is None:
-            return vector
-        return self.preconditioner.power(-0.5, vector)
+    @abc.abstractmethod
+    def start(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """S v, from which Lanczos starts."""
 
-    def after(self, steps: Int[Array, ""]) -> "PreconditionedAction":
+    @abc.abstractmethod
+    def end(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        """E v for a result of Lanczos, or for an error of it."""
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        return self.end(self.action(self.start(vector)))
+
+    def after(self, steps: Int[Array, ""]) -> Self:
         """The same map by another number of steps."""
         return eqx.tree_at(lambda x: x.action.steps, self, steps)
 
     def look(
         self, state: LanczosState, steps: Int[Array, ""] | int, hidden: float
     ) -> RunReport:
-        """Report on a run of `steps` steps that started from `outside(vector)`. `hidden`
-        is explained in `Action.lower_end`."""
+        """Report on a run of `steps` steps that started from `start(vector)`. `hidden` is
+        explained in `Action.lower_end`."""
         action = self.action
         run, nodes, vectors = action.read(state, steps)
         # The carry of a run begins with the basis vector of its next step.
@@ -87,14 +93,42 @@ class PreconditionedAction(eqx.Module):
         )
 
         def largest_entries(errors):
-            # Errors arise inside of the preconditioner, and it spreads them over entries.
-            return jnp.max(jnp.abs(jax.vmap(self.outside)(errors)), axis=0)
+            # Errors arise before the last map, which spreads them over entries.
+            return jnp.max(jnp.abs(jax.vmap(self.end)(errors)), axis=0)
 
         return RunReport(
-            product=self.outside(action.evaluate(run, nodes, vectors)),
+            product=self.end(action.evaluate(run, nodes, vectors)),
             extremes=jnp.stack([nodes[0], nodes[-1]]),
             residual=action.residual(run, nodes, vectors),
             truncated=largest_entries(truncated),
             rounding=largest_entries(rounding),
             beyond=beyond,
         )
+
+
+class PreconditionedAction(AbstractProduct):
+    """`v -> P^(-1/2) F P^(-1/2) v` for F the `action`, or F itself without P."""
+
+    action: Action
+    preconditioner: AbstractPreconditioner | None
+
+    def start(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        if self.preconditioner is None:
+            return vector
+        return self.preconditioner.power(-0.5, vector)
+
+    def end(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return self.start(vector)
+
+
+class FactoredAction(AbstractProduct):
+    """`v -> X F v` for F the `action` and X the `factor`, an m by n operator."""
+
+    action: Action
+    factor: FlatOperator
+
+    def start(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return vector
+
+    def end(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        return self.factor.mv(vector)
