@@ -11,8 +11,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, Inexact, PRNGKeyArray, PyTree
 
+from .._core.arithmetic import complex_dtype
 from .._core.checks import check_point
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator
@@ -43,7 +44,8 @@ def divergence(
     transpose of the Jacobian has the same trace, and this mode is cheaper where the
     result is differentiated again. For a batch of points, use `jax.vmap`.
 
-    Cost: one evaluation of `fn`, and `k` vector-Jacobian products. Memory: the residuals
+    Cost: one evaluation of `fn`, and `k` vector-Jacobian products, twice as many for a
+    complex `fn`. Memory: the residuals
     of that evaluation for reverse mode, the cotangents of `fn` for each probe of a block,
     and the vectors of the estimator's basis if it has one.
 
@@ -65,7 +67,7 @@ def divergence(
 
     **Arguments:**
 
-    - `fn`: a differentiable function.
+    - `fn`: a differentiable function to vectors like `x`, real or complex.
     - `x`: the point, a PyTree of n real floating-point numbers in all.
     - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
     - `k`: the number of matvecs, as for [`traceax.trace`][]. Default: the exact
@@ -81,7 +83,8 @@ def divergence(
     **Raises:**
 
     - `TypeError`: `x` is not of real floating-point arrays.
-    - `ValueError`: `fn(x)` does not have the structure, shapes and dtypes of `x`.
+    - `ValueError`: `fn(x)` does not have the structure and shapes of `x`, and its dtypes
+        or complex ones.
     - The errors of [`traceax.trace`][].
 
     ??? cite
@@ -101,14 +104,29 @@ def divergence(
     x = jax.tree.map(jnp.asarray, x)
     value, pullback = jax.vjp(lambda x: jax.tree.map(jnp.asarray, fn(x)), x)
     structure, image = _structure(x), _structure(value)
-    if image != structure:
+    if not _fits(image, structure):
         raise ValueError(
-            "`fn(x)` must have the structure, shapes and dtypes of `x`. Found "
-            f"{image} for {structure}."
+            "`fn(x)` must have the structure, shapes and dtypes of `x`, or complex "
+            f"dtypes of the same precision. Found {image} for {structure}."
         )
+    vectors, is_complex = structure, image != structure
+    if is_complex:
+        vectors = jax.tree.map(_as_complex, structure)
+
     # The evaluation above is shared by all matvecs: a Jacobian operator of `fn` would
     # repeat it.
-    transposed = lx.FunctionLinearOperator(lambda v: pullback(v)[0], structure)
+    def transposed_mv(vector):
+        def pull(factor):
+            # For fn = u + i v, the pullback of w is Re(w^T (du + i dv)).
+            return pullback(
+                jax.tree.map(lambda w, y: _cast(factor * w, y.dtype), vector, image)
+            )[0]
+
+        if not is_complex:
+            return pullback(vector)[0]
+        return jax.tree.map(lambda u, v: u + 1j * v, pull(1), pull(-1j))
+
+    transposed = lx.FunctionLinearOperator(transposed_mv, vectors)
     solution = trace(
         transposed,
         estimator,
@@ -123,3 +141,21 @@ def divergence(
 
 def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _as_complex(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype))
+
+
+def _fits(image: PyTree, structure: PyTree) -> bool:
+    """Whether the image has the shapes of a structure, and its dtypes or complex ones."""
+    if jax.tree.structure(image) != jax.tree.structure(structure):
+        return False
+    pairs = zip(jax.tree.leaves(image), jax.tree.leaves(structure), strict=True)
+    return all(y in (x, _as_complex(x)) for y, x in pairs)
+
+
+def _cast(vector: Array, dtype: DTypeLike) -> Array:
+    """The vector in another dtype, or its real part if that is real."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return (vector if is_complex else vector.real).astype(dtype)

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
+from .._core.arithmetic import complex_dtype
 from .._core.checks import check_point, check_scalar_function
 from .._core.code import FlatFunction
 from .._core.flat import FlatOperator, from_flat, to_flat
@@ -84,9 +85,10 @@ def laplacian(
 
     **Arguments:**
 
-    - `fn`: a function to a real scalar, twice differentiable in forward mode and once in
-        reverse mode. Loops are differentiated as a whole, by nested derivatives; reverse
-        mode needs a `jax.lax.scan`, or a `jax.lax.fori_loop` of known length. For a
+    - `fn`: a function to a real or complex scalar, twice differentiable in forward mode
+        and once in reverse mode. Loops are differentiated as a whole, by nested
+        derivatives; reverse mode needs a `jax.lax.scan`, or a `jax.lax.fori_loop` of
+        known length. For a
         `jax.custom_vjp`, which has no forward mode, take [`traceax.trace`][] of
         [`traceax.hessian`][].
     - `x`: the point, a PyTree of n real floating-point numbers in all.
@@ -98,8 +100,8 @@ def laplacian(
 
     **Returns:**
 
-    `fn(x)`; its gradient, of the structure of `x`; and a [`traceax.Solution`][] whose
-    `value` is the Laplacian. `stats["num_matvecs"]` is the number of directions.
+    `fn(x)`; its gradient, of the structure of `x`, complex where `fn(x)` is; and a
+    [`traceax.Solution`][] whose `value` is the Laplacian. `stats["num_matvecs"]` is the number of directions.
     Estimates are unbiased, and so are their derivatives. If `std_err` or
     `stats["samples"]` is used, each direction is also carried by itself, which doubles
     the cost; `jax.jit` removes this work if both are unused. For other estimators take
@@ -107,8 +109,8 @@ def laplacian(
 
     **Raises:**
 
-    - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` is not a real
-        scalar.
+    - `TypeError`: `x` is not of real floating-point arrays, or `fn(x)` is not a real or
+        complex scalar.
     - `ValueError`: `execution` splits vectors by `rows`.
     - `NotImplementedError`: JAX has no derivative of `fn` in one of the modes.
     - The errors of [`traceax.trace`][].
@@ -133,16 +135,19 @@ def laplacian(
             "`traceax.trace` of `traceax.hessian(fn, x)`."
         )
     x = jax.tree.map(jnp.asarray, x)
-    check_scalar_function("fn", fn, x)
+    check_scalar_function("fn", fn, x, real=False)
     with _differentiating(_REVERSE):
-        value, gradient = jax.value_and_grad(fn)(x)
+        value, gradient = _value_and_gradient(fn, x)
     structure = jax.eval_shape(lambda: x)
     # A stand-in with the size and dtype of the Hessian, which is never built.
     operator = lx.IdentityLinearOperator(structure)
     dtype, _ = dtypes(operator)
 
     def flat_fn(vector):
-        return fn(from_flat(vector, structure)).astype(dtype)
+        # The precision of the point; complex where `fn` is.
+        result = fn(from_flat(vector, structure))
+        is_complex = jnp.iscomplexobj(result)
+        return result.astype(complex_dtype(dtype) if is_complex else dtype)
 
     size = operator.in_size()
     traced = FlatFunction.of(flat_fn, (size,), dtype)
@@ -169,6 +174,17 @@ _FORWARD = (
 )
 
 
+def _value_and_gradient(fn: Callable[[Any], Scalar], x: Any) -> tuple[Scalar, Any]:
+    """`fn(x)` and its gradient, which is complex where `fn` is."""
+    value, pullback = jax.vjp(fn, x)
+    (gradient,) = pullback(jnp.ones_like(value))
+    if not jnp.iscomplexobj(value):
+        return value, gradient
+    # For fn = u + i v, the pullback of c is Re(c (du + i dv)).
+    (imaginary,) = pullback(jnp.full_like(value, -1j))
+    return value, jax.tree.map(lambda u, v: u + 1j * v, gradient, imaginary)
+
+
 @contextlib.contextmanager
 def _differentiating(how: str) -> Iterator[None]:
     """Explain errors of JAX that arise when `fn`, which JAX could trace, has no
@@ -189,7 +205,10 @@ class _HessianOf(eqx.Module):
     point: Inexact[Array, " n"]
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return jax.jvp(jax.grad(self.fn), (self.point,), (vector,))[1]
+        def gradient(x):
+            return _value_and_gradient(self.fn, x)[1]
+
+        return jax.jvp(gradient, (self.point,), (vector,))[1]
 
     def along(self, directions: Inexact[Array, "s n"]) -> Inexact[Array, ""]:
         """The sum of the second derivatives along the directions."""
@@ -224,7 +243,7 @@ class _Laplacian(AbstractTask):
             return jax.nn.one_hot(indices, size, dtype=dtype)
 
         value = self._sum_along(unit_vectors, size, operator, execution)
-        zero = jnp.zeros_like(value)
+        zero = jnp.zeros_like(value.real)
         return Estimate(value, zero, value[None], num_matvecs=size, rounding=0.0)
 
     def run(

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
 
 
 @contextlib.contextmanager
@@ -14,6 +15,12 @@ def standard_promotion() -> Iterator[None]:
     modes do not turn the library's own arithmetic into errors."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def complex_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The complex dtype of the same precision, complex64 for half precision."""
+    with standard_promotion():
+        return jnp.promote_types(dtype, jnp.complex64)
 
 
 @contextlib.contextmanager

@@ -98,23 +98,25 @@ def check_scalar(name: str, value: Any, *, real: bool = True) -> None:
         raise ValueError(f"`{name}` must be a number. Found {value!r}.")
 
 
-def check_scalar_function(name: str, fn: Any, x: Any) -> None:
-    """Raise unless `fn` maps the point `x` to a real scalar."""
+def check_scalar_function(name: str, fn: Any, x: Any, *, real: bool = True) -> None:
+    """Raise unless `fn` maps the point `x` to a real scalar, or if not `real` to a real
+    or complex one."""
     if not callable(fn):
         raise TypeError(
             f"`{name}` must be a function. Found an object of type {type(fn).__name__}. "
             "The point comes after it."
         )
     out = eqx.filter_eval_shape(fn, x)
-    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
+    kind = jnp.floating if real else jnp.inexact
+    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, kind):
         fix = "Reduce it, for example with `jnp.sum` or `jnp.mean`."
         if getattr(out, "shape", None) == ():
             fix = _how_to_be_real(name, out.dtype, x)
         elif not any(map(eqx.is_array, jax.tree.leaves(x))):
             fix = "Pass an array as the point: a Python number is a constant."
         raise TypeError(
-            f"`{name}` must return a real floating-point scalar, of shape (). Found "
-            f"{out}. {fix}"
+            f"`{name}` must return a {'real ' if real else ''}floating-point scalar, of "
+            f"shape (). Found {out}. {fix}"
         )
 
 

@@ -165,12 +165,10 @@ class Measurement(AbstractTask):
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
             return facts.diagonal_cost
+        if self.quantity.linear:
+            return operator.size
         # Norms are read from the columns, or from the rows where there are fewer.
-        return (
-            operator.size
-            if self.quantity.linear
-            else min(operator.size, operator.num_rows)
-        )
+        return min(operator.size, operator.num_rows)
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
