@@ -70,6 +70,10 @@ class DiagonalOfFunction(AbstractTask):
         return self.estimator.name
 
     @property
+    def title(self) -> str:
+        return f"Diagonal of {self.function.title}"
+
+    @property
     def min_matvecs(self) -> int:
         return self.estimator.min_matvecs
 

@@ -5,6 +5,7 @@ The matvecs `J* w` are those of `jax.vjp` (FFJORD, Grathwohl et al. 2019).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -136,7 +137,7 @@ def divergence(
         execution=execution,
         throw=throw,
     )
-    return value, solution
+    return value, dataclasses.replace(solution, quantity="Divergence")
 
 
 def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:

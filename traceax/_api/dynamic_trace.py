@@ -27,6 +27,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance, check_key, check_positive
 from .._core.flat import FlatOperator
+from .._core.quantity import Trace
 from .._core.results import failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for, RademacherSampler, require_key
 from .._core.solution import Solution
@@ -214,7 +215,7 @@ class DynamicTrace(eqx.Module):
         **Returns:**
 
         A [`traceax.Solution`][] with the next `state`. `std_err` is carried along with
-        the value, and is at least its rounding error. `stats` has `"num_matvecs"`, and
+        the value, and is at least its rounding error. `stats` has the counts, and
         `"gamma"`: 0 if the last estimate is fully kept, and 1 if it is discarded.
 
         **Raises:**
@@ -307,9 +308,23 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
         scarcity=scarcity,
         count=state.count + 1,
     )
-    stats = {"num_matvecs": 2 * m, "gamma": 1 - mean_keep, "std.err": std_err}
+    stats = {
+        "num_matvecs": 2 * m,
+        "num_samples": jnp.full((), m, jnp.int32),
+        "num_steps": jnp.zeros((), jnp.int32),
+        "gamma": 1 - mean_keep,
+        "std.err": std_err,
+    }
     result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
-    return Solution(value=value, std_err=std_err, result=result, stats=stats, state=state)
+    return Solution(
+        value=value,
+        std_err=std_err,
+        result=result,
+        stats=stats,
+        state=state,
+        quantity=Trace().title,
+        method=type(dynamic).__name__,
+    )
 
 
 def _apply(execution: AbstractExecution, operator: FlatOperator, probes: Array) -> Array:

@@ -121,6 +121,8 @@ def _log_prob(
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
     stats = {
         "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
+        "num_samples": logdet_stats["num_samples"],
+        "num_steps": logdet_stats["num_steps"],
         "std.err": std_err,
         "samples": log_density(logdet_stats["samples"]),
         "exact": logdet_stats["exact"],
@@ -152,7 +154,15 @@ def _log_prob(
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return Solution(value=value, std_err=std_err, result=result, stats=stats, state=state)
+    return Solution(
+        value=value,
+        std_err=std_err,
+        result=result,
+        stats=stats,
+        state=state,
+        quantity="Log-density of a Gaussian",
+        method=determinant.method,
+    )
 
 
 def _smallest_eigenvalue(

@@ -227,6 +227,10 @@ class _Laplacian(AbstractTask):
         return "laplacian"
 
     @property
+    def title(self) -> str:
+        return "Laplacian"
+
+    @property
     def min_matvecs(self) -> int:
         return 1
 
@@ -293,7 +297,7 @@ class _Laplacian(AbstractTask):
             num_matvecs=k,
             rounding=operator.rounding,
             magnitude=Trace().size(first, frozen.mv(first)),
-            num_samples=k,
+            method="Taylor modes along random signs",
         )
 
     def _sum_along(

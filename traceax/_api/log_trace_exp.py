@@ -70,6 +70,10 @@ class _LogTraceExp(AbstractTask):
         return "log_trace_exp"
 
     @property
+    def title(self) -> str:
+        return "Logarithm of the trace of an exponential"
+
+    @property
     def min_matvecs(self) -> int:
         return 1
 
@@ -203,6 +207,7 @@ class _LogTraceExp(AbstractTask):
             },
             state=steps.state(streamed.loop.state),
             bounds=bounds,
+            method=f"Gauss rules of {self.krylov.title}",
         )
 
     def _choose_steps(

@@ -36,6 +36,10 @@ class LogDet(AbstractFunctionTask):
     """`log |det A|`: the trace of `log A` if A is positive definite, of `log(-A)` if it
     is negative definite, and else the sum of the logarithms of the singular values."""
 
+    @property
+    def title(self) -> str:
+        return "Log-determinant"
+
     def known(self, facts: Facts) -> Estimate | None:
         if facts.determinant is None:
             return None

@@ -42,6 +42,10 @@ class _Schatten(AbstractFunctionTask):
     function: SingularPower
     quantity: SchattenNorm = eqx.field(kw_only=True)
 
+    @property
+    def title(self) -> str:
+        return self.quantity.title
+
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, with three corrections: it is infinite if it underflowed, its
         derivative is NaN where the norm has none, and the error bar of its lower bound

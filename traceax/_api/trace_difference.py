@@ -51,6 +51,10 @@ class _TraceDifference(AbstractFunctionTask):
     preconditioner: AbstractPreconditioning | None = eqx.field(kw_only=True)
     hermitian: bool = eqx.field(static=True, kw_only=True)
 
+    @property
+    def title(self) -> str:
+        return f"Difference of traces of {self.function.title}"
+
     def exact_limit(self, operator: FlatOperator) -> int:
         return exact_limit(self.num_steps, orthogonal=self.hermitian)
 

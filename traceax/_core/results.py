@@ -1,9 +1,11 @@
 """Results of calls, whose values are the messages that users read."""
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Bool
 
 
@@ -214,6 +216,20 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg
     interrupted = _interrupted_msg
+
+
+def describe_failures(result: np.ndarray) -> list[str]:
+    """The name of each failure in an array of indices of members, with the first sentence
+    of its message, and for a batch with its count."""
+    texts = []
+    for name, item in RESULTS._name_to_item.items():
+        count = int(np.sum(result == item._value))
+        if name == "successful" or count == 0:
+            continue
+        sentence, *_ = re.split(r"(?<=\.)\s", " ".join(RESULTS[item].split()))
+        many = f"{count} of {result.size}: " if result.shape else ""
+        texts.append(f"{many}{name}: {sentence}")
+    return texts
 
 
 def first_failure(*results: Any) -> Any:

@@ -9,7 +9,7 @@ in `stats`, which allow for the errors of quadrature and rounding; each has its 
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,8 +19,11 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
 from .jax_interfaces import Tracer
 from .moments import sampling_quantiles
+from .report import as_number, describe_solution, fetch, has_numbers, reading
 from .results import RESULTS
 
+
+_ValueT = TypeVar("_ValueT", bound=PyTree[Inexact[Array, "..."]])
 
 # Up to this confidence measurements support the estimate of the quadrature error in
 # `stats["bounds"]`.
@@ -51,6 +54,7 @@ class Estimate(eqx.Module):
         None; None if it is 0.
     - `probes`: a function that returns probes of shape `(n, p)`, whose matvecs give the
         derivative of `value`; the mean of their outer products is the identity.
+    - `method`: the estimator in words, if the name of the task does not say it.
     - `bounds`: bounds of `value` without quadrature error and rounding, for the same
         samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar: the lower
         bound with its standard error, and the upper bound with its own. None if there is
@@ -72,6 +76,7 @@ class Estimate(eqx.Module):
     num_samples: Real[Array, ""] | int = 1
     skewness: Real[Array, "*q"] | None = None
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
+    method: str = eqx.field(static=True, default="")
     bounds: Real[Array, "2 2 *q"] | None = None
     proven_bounds: Real[Array, "2 2 *q"] | None = None
 
@@ -85,7 +90,7 @@ class Estimate(eqx.Module):
         )
 
 
-class Solution(eqx.Module):
+class Solution(eqx.Module, Generic[_ValueT]):
     """The answer of [`traceax.trace`][], [`traceax.diagonal`][], [`traceax.logdet`][] and
     the others.
 
@@ -99,9 +104,13 @@ class Solution(eqx.Module):
         operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
         solution = tx.trace(operator, k=3)
         print(solution.value, solution.std_err)  # 6.0 0.0
-        print(solution.successful)  # True
-        print(solution.stats["num_matvecs"])  # 0
+        print(solution.successful, solution.matvecs)  # True 0
+        print(solution)  # the same and more, in words
         ```
+
+    `print` shows the value, rounded to two digits of its error bar, a 95% interval, and
+    what it cost; and why the call failed, if it did. Of arrays it shows a summary; inside
+    of a program, where there are no numbers yet, shapes.
 
     **Attributes:**
 
@@ -115,10 +124,11 @@ class Solution(eqx.Module):
     - `successful`: whether `result` is `RESULTS.successful`, a boolean array of shape
         `()`.
     - `stats`: a dictionary. `"num_matvecs"` is the number of matrix-vector products with
-        the operator. `"samples"` are the per-sample estimates, shape `(m,)`. Their mean
-        is `value`; for norms it is a power of `value`, and for `log_trace_exp` `value`
-        is the logarithm of the mean of their exponentials. Where `value` is not a
-        scalar, `"num_samples"`, the number m, takes their place, and `"skewness"`, that
+        the operator, `"num_samples"` the number m of samples, and `"num_steps"` the
+        number of Krylov steps of each, 0 where no Krylov method runs. `"samples"` are the
+        per-sample estimates, shape `(m,)`. Their mean is `value`; for norms it is a power
+        of `value`, and for `log_trace_exp` `value` is the logarithm of the mean of their
+        exponentials. Where `value` is not a scalar, `"skewness"` takes their place, that
         of the samples, of the structure of `value`. `"exact"` says whether the answer is
         exact: because `k >= n`, or because an estimate failed and n more matvecs gave the
         exact answer instead. `"std.err"` is the standard error
@@ -132,20 +142,26 @@ class Solution(eqx.Module):
         `Adaptive(history=True)` adds `"history"`.
     - `state`: with an adaptive budget, the state from which a further call continues;
         `None` for a fixed budget.
+    - `quantity`: what was estimated, in words, for `print`.
+    - `method`: the estimator that was used or chosen, in words, for `print`. An exact
+        answer needs none.
+    - `matvecs`: `stats["num_matvecs"]` as a Python integer, where it is one known number.
 
     Only `value` carries derivatives; the derivatives of the other fields are zero.
     """
 
-    value: PyTree[Inexact[Array, "..."]]
-    std_err: PyTree[Real[Array, "..."]]
+    value: _ValueT
+    std_err: _ValueT
     result: RESULTS
     stats: dict[str, Any]
     state: PyTree[Any]
+    quantity: str = eqx.field(static=True, default="solution")
+    method: str = eqx.field(static=True, default="")
     estimated: ClassVar[tuple[str, ...]] = ("value",)
 
     def interval(
         self, confidence: Any = 0.95, *, proven: bool | None = None
-    ) -> tuple[PyTree[Inexact[Array, "..."]], PyTree[Inexact[Array, "..."]]]:
+    ) -> tuple[PyTree[Any], PyTree[Any]]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
 
@@ -184,9 +200,10 @@ class Solution(eqx.Module):
 
         **Returns:**
 
-        The lower and the upper end, each of the structure of `value`. Each entry of a
-        diagonal has its own interval, and so have the real and the imaginary part of a
-        complex value.
+        The lower and the upper end, each of the structure of `value`. Scalars are Python
+        numbers, to print and to compare; inside of a program, and where processes share
+        the arrays, they are arrays. Each entry of a diagonal has its own interval, and so
+        have the real and the imaginary part of a complex value.
 
         **Raises:**
 
@@ -194,29 +211,62 @@ class Solution(eqx.Module):
         that is not between 0 and 1, or an `equinox` run-time error if it is traced.
         `ValueError` for a batch of solutions.
         """
-        names = "bounds", "proven_bounds", "samples", "num_samples", "skewness"
-        stats = {name: self.stats[name] for name in names if name in self.stats}
-        # Entries that have more axes than those of one solution belong to a batch, whose
-        # samples would be taken for those of one mean.
-        num_axes = {"num_matvecs": 0, "num_samples": 0, "samples": 1}
-        if any(jnp.ndim(self.stats.get(name, 0)) > n for name, n in num_axes.items()):
+        # The samples of a batch would be taken for those of one mean.
+        if self.successful.ndim > 0:
             raise ValueError(
                 "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
                 "solution: solution.interval())(solutions)`."
             )
+        confidence = _check_confidence(confidence)
+        names = {"bounds", "proven_bounds"}
+        # `DynamicTrace` has neither. Its error bar does not come from samples alone, and
+        # takes the quantile of the normal distribution.
+        if skewed := {"samples", "skewness"} & self.stats.keys():
+            names.add("num_samples")
+            level = as_number(confidence)
+            # Up to this level the skewness does not matter. A program without samples
+            # does not depend on their number, and is compiled only once.
+            if not (isinstance(level, float) and level <= _TESTED_CONFIDENCE):
+                names |= skewed
+        stats = {name: self.stats[name] for name in sorted(names & self.stats.keys())}
         value, std_err, stats = jax.lax.stop_gradient((self.value, self.std_err, stats))
-        return _interval(
+        ends = _interval(
             value=value,
             std_err=std_err,
             stats=stats,
-            confidence=_check_confidence(confidence),
+            confidence=confidence,
             proven=proven,
         )
+        return jax.tree.map(as_number, ends)
+
+    def __repr__(self) -> str:
+        names = "num_matvecs", "num_samples", "num_steps", "exact", "bounds"
+        stats = {name: self.stats[name] for name in names if name in self.stats}
+        parts = self.value, self.std_err, jax.tree.leaves(self.result), stats
+        if not has_numbers(*parts):
+            return eqx.tree_pformat(self)
+        with reading():
+            value, std_err, (result,), stats = fetch(parts)
+            return describe_solution(
+                quantity=self.quantity,
+                method=self.method,
+                value=value,
+                std_err=std_err,
+                result=result,
+                stats=stats,
+                interval=self.interval,
+            )
 
     @property
     def successful(self) -> Bool[Array, "..."]:
         """Whether the call succeeded; an array for a batch of solutions."""
         return self.result == RESULTS.successful
+
+    @property
+    def matvecs(self) -> int | Array:
+        """The number of matrix-vector products with the operator. A Python integer, or an
+        array inside of a program and for a batch of solutions."""
+        return as_number(self.stats["num_matvecs"])
 
     @property
     def details(self) -> str:

@@ -1,5 +1,6 @@
 """The choice of a trace estimator from the operator's tags and the budget."""
 
+import dataclasses
 from typing import ClassVar
 
 import lineax as lx
@@ -117,7 +118,8 @@ class AutoTraceEstimator(AbstractEstimator):
     ) -> Estimate:
         # A number `k`, or the size of the first round: the last round is not known yet.
         estimator = _select(operator.sign, first_budget(k))
-        return estimator.measure(quantity, operator, k, key, execution)
+        estimate = estimator.measure(quantity, operator, k, key, execution)
+        return dataclasses.replace(estimate, method=estimator.name)
 
 
 AutoTraceEstimator.__init__.__doc__ = "**Arguments:** none."

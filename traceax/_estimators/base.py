@@ -162,6 +162,10 @@ class Measurement(AbstractTask):
     def name(self) -> str:
         return self.estimator.name
 
+    @property
+    def title(self) -> str:
+        return self.quantity.title
+
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
             return facts.diagonal_cost

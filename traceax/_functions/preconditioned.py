@@ -233,4 +233,5 @@ class Preconditioned(AbstractFunctionEstimator):
             num_matvecs=estimate.num_matvecs + preconditioner.num_matvecs,
             extra=extra | brackets,
             state=prepared.state(estimate.state),
+            method=f"{estimate.method or type(self.estimator).__name__}, preconditioned",
         )

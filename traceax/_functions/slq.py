@@ -218,7 +218,12 @@ class SLQEstimator(AbstractFunctionEstimator):
         )
         # A step of Golub-Kahan has a second matvec, with the adjoint.
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
-        return dataclasses.replace(estimate, num_matvecs=products, probes=probes)
+        return dataclasses.replace(
+            estimate,
+            num_matvecs=products,
+            probes=probes,
+            method=f"{type(self).__name__} with {krylov.title}",
+        )
 
     def method(
         self, operator: FlatOperator, function: AbstractSpectralFunction

@@ -33,6 +33,10 @@ class AbstractFunctionTask(AbstractTask):
         return type(self.estimator).__name__
 
     @property
+    def title(self) -> str:
+        return f"Trace of {self.function.title}"
+
+    @property
     def min_matvecs(self) -> int:
         return self.estimator.min_probes
 

@@ -61,6 +61,11 @@ class AbstractKrylovMethod(eqx.Module):
 
     products_per_step: eqx.AbstractClassVar[int]
 
+    @property
+    def title(self) -> str:
+        """What `print` calls it; by default the name of the class."""
+        return type(self).__name__
+
     @abc.abstractmethod
     def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
         """Whether the method applies to this function of this operator.

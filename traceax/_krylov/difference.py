@@ -45,6 +45,10 @@ class Difference(AbstractKrylovMethod):
         self.method = method
 
     @property
+    def title(self) -> str:
+        return self.method.title
+
+    @property
     def products_per_step(self) -> int:  # pyright: ignore
         return self.method.products_per_step
 

@@ -117,6 +117,11 @@ class AbstractSpectralFunction(eqx.Module):
         )
 
     @property
+    def title(self) -> str:
+        """What `print` calls it; by default the name of the class."""
+        return type(self).__name__
+
+    @property
     def degree(self) -> int | None:
         """The degree of a polynomial, for which rules of enough steps are exact; `None`
         for other functions. For a function of singular values it is the degree in their

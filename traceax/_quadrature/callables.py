@@ -23,6 +23,10 @@ class _Callable(AbstractSpectralFunction):
     bracketed: ClassVar[bool] = False
     nonnegative: ClassVar[bool] = False
 
+    @property
+    def title(self) -> str:
+        return "a function"
+
     def __call__(self, x):
         dtype = self.traced.code.jaxpr.invars[0].aval.dtype  # pyright: ignore
         return _as_dtype(jax.vmap(self.traced)(_as_dtype(x, dtype)), x.dtype)

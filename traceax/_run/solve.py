@@ -49,6 +49,11 @@ class AbstractTask(eqx.Module):
 
     @property
     @abc.abstractmethod
+    def title(self) -> str:
+        """What is estimated, in words."""
+
+    @property
+    @abc.abstractmethod
     def min_matvecs(self) -> int:
         """The smallest budget with which the estimator works."""
 
@@ -160,7 +165,7 @@ def solution_of(
     size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
 
     def solve_exactly():
-        solution = _package(task.exact(operator, facts, execution), quantity)
+        solution = _package(task.exact(operator, facts, execution), task)
         stats = solution.stats | {"exact": jnp.ones((), bool)}
         return dataclasses.replace(solution, stats=stats)
 
@@ -173,7 +178,7 @@ def solution_of(
         )
     else:
         estimate = task.run(operator, k, key, execution)
-    solution = _package(estimate, quantity)
+    solution = _package(estimate, task)
     # `failed` is known at run time only. `may_fail` is known while tracing: without it
     # the exact answer is not compiled at all.
     failed, may_fail = jnp.zeros((), bool), size <= limit
@@ -264,10 +269,10 @@ def _rounding_floor(estimate: Estimate) -> Real[Array, "*q"]:
     return estimate.rounding * jnp.where(jnp.isinf(estimate.value), 0, size)
 
 
-def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
-    """The solution of an estimate: the rounding floor is added to its error bar, the
+def _package(estimate: Estimate, task: AbstractTask) -> Solution:
+    """The solution that an estimate is: the rounding floor is added to its error bar, the
     value takes the form that users see, and only the value keeps its derivatives."""
-    value = estimate.value
+    value, quantity = estimate.value, task.quantity
     # Only the value has a defined derivative. Those of error bars would differentiate the
     # algorithm itself.
     std_err = jax.lax.stop_gradient(estimate.std_err)
@@ -294,9 +299,16 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
     result = first_failure(estimate.result, nonfinite)
     # Again, because the root of a norm depends on the value.
     std_err = jax.lax.stop_gradient(std_err)
-    stats = {"num_matvecs": estimate.num_matvecs, "std.err": std_err}
+    num_samples = estimate.num_samples
+    if samples is not None:
+        num_samples = jnp.sum(jnp.isfinite(samples))
+    stats = {
+        "num_matvecs": estimate.num_matvecs,
+        "num_samples": jnp.asarray(num_samples).astype(jnp.int32),
+        "num_steps": jnp.zeros((), jnp.int32),
+        "std.err": std_err,
+    }
     if samples is None:
-        stats["num_samples"] = estimate.num_samples
         skewness = estimate.skewness
         if skewness is None:
             skewness = jnp.zeros_like(estimate.value.real)
@@ -311,6 +323,8 @@ def _package(estimate: Estimate, quantity: AbstractQuantity) -> Solution:
         result=result,
         stats=stats | extra,
         state=estimate.state,
+        quantity=task.title,
+        method=estimate.method or task.name,
     )
 
 
@@ -350,5 +364,7 @@ def _match_structure(exact: Solution, solution: Solution) -> Solution:
     stats |= jax.tree.map(jnp.zeros_like, error_bars)
     # These count the work of the estimate.
     counts = ("num_samples", "num_steps")
-    stats |= {name: solution.stats[name] for name in counts if name in stats}
-    return dataclasses.replace(exact, stats=stats, state=solution.state)
+    stats |= {name: solution.stats[name] for name in counts}
+    return dataclasses.replace(
+        exact, stats=stats, state=solution.state, method=solution.method
+    )
