@@ -22,7 +22,7 @@ from .._estimators.auto import select_trace_estimator
 from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
 from .._operators.door import flatten
-from .._operators.tags import dtypes, hermitian_tag, is_complex, is_hermitian
+from .._operators.tags import dtypes, hermitian_tag, is_complex, is_hermitian, sign_of
 from .operator_report import Notes, OperatorReport
 from .spectral_density import spectral_density
 
@@ -326,11 +326,10 @@ def _test_semidefinite(
     notes.findings.append(f"{ritz_range} in {steps} Lanczos steps.")
     tag = hermitian_tag if is_complex(operator) else lx.symmetric_tag
     positive, negative = smallest >= -floor, largest <= floor
-    says_positive = lx.is_positive_semidefinite(operator)
-    says_negative = lx.is_negative_semidefinite(operator)
+    known = sign_of(operator)
     for sign, fits, says, stronger in (
-        ("negative", negative, says_negative, lx.negative_semidefinite_tag),
-        ("positive", positive, says_positive, lx.positive_semidefinite_tag),
+        ("negative", negative, known < 0, lx.negative_semidefinite_tag),
+        ("positive", positive, known > 0, lx.positive_semidefinite_tag),
     ):
         if says and not fits:
             notes.problems.append(
@@ -339,7 +338,7 @@ def _test_semidefinite(
             )
         if fits:
             tag = stronger
-        if fits and not (says_positive or says_negative):
+        if fits and known == 0:
             notes.findings.append(
                 "All have one sign. If you know that all eigenvalues do, "
                 f"`lineax.{sign}_semidefinite_tag` fits."

@@ -15,6 +15,7 @@ from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
 from .._operators.checks import check_hermitian
 from .._operators.door import enter
+from .._operators.tags import sign_of
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
@@ -161,7 +162,7 @@ def _check_preconditioner(
 ) -> None:
     check_preconditioner(preconditioner, operator.in_size())
     plain = isinstance(function, Inverse) and function.singular_at_zero
-    if not plain or not lx.is_positive_semidefinite(operator):
+    if not plain or sign_of(operator) <= 0:
         raise ValueError(
             "`preconditioner` is for `traceax.Inverse()` without a shift, of an operator "
             f"that is tagged positive semidefinite. Found `{type(function).__name__}`, "

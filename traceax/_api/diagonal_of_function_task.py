@@ -127,7 +127,9 @@ class DiagonalOfFunction(AbstractTask):
             product = product.after(jnp.asarray(steps.made))
             num_matvecs = num_matvecs + steps.spent
         sign = 1 if function.nonnegative else 0
-        of_function = dataclasses.replace(flat, fn=product, hermitian=True, sign=sign)
+        of_function = dataclasses.replace(
+            flat, fn=product, hermitian=True, sign=sign, sign_holds=None
+        )
         # By position: estimators of users may name these arguments differently.
         estimate = self.estimator.measure(
             quantity, of_function, remaining, key, execution
@@ -219,7 +221,13 @@ class DiagonalOfFunction(AbstractTask):
             value=value,
             unresolved=unresolved,
             result=first_failure(
-                in_domain, in_domain_of_all, precision, estimate.result, too_few_steps
+                # Only a preconditioner needs the sign.
+                None if product.preconditioner is None else flat.sign_failure,
+                in_domain,
+                in_domain_of_all,
+                precision,
+                estimate.result,
+                too_few_steps,
             ),
             extra=estimate.extra | extra,
             bounds=jnp.stack([ends, bars], axis=1),

@@ -15,7 +15,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.results import failure, RESULTS
+from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate, Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
@@ -67,7 +67,10 @@ class LogDet(AbstractFunctionTask):
             unknown = jnp.full((), jnp.nan, operator.dtype)
             sign = estimate.extra.get("sign", unknown)
         extra = estimate.extra | {"sign": sign}
-        return _singular_if_zero(dataclasses.replace(estimate, extra=extra))
+        result = first_failure(operator.sign_failure, estimate.result)
+        return _singular_if_zero(
+            dataclasses.replace(estimate, extra=extra, result=result)
+        )
 
 
 def logdet_function(operator: EnteredOperator) -> Log | SingularLog:

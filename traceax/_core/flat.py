@@ -6,12 +6,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
-from jaxtyping import Array, DTypeLike, Inexact, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Inexact, PyTree
+
+from .results import failure, RESULTS
 
 
 @contextlib.contextmanager
@@ -50,6 +53,9 @@ class FlatOperator(eqx.Module):
     - `hermitian`: whether the operator is known to be Hermitian.
     - `sign`: 1 if it is known to be positive semidefinite, -1 if negative semidefinite,
         else 0.
+    - `sign_holds`: whether the traced arrays that `sign` was derived from have the signs
+        that were assumed; None where nothing was assumed. Whoever relies on the sign
+        reports `sign_failure`.
     """
 
     fn: Callable[[Array], Array]
@@ -58,6 +64,15 @@ class FlatOperator(eqx.Module):
     precision: jnp.dtype = eqx.field(static=True)
     hermitian: bool = eqx.field(static=True, default=False)
     sign: int = eqx.field(static=True, default=0)
+    sign_holds: Bool[Array, ""] | None = None
+
+    @property
+    def sign_failure(self) -> Any:
+        """`RESULTS.assumed_sign` if the sign was assumed and is wrong. None if it was not
+        assumed."""
+        if self.sign_holds is None:
+            return None
+        return failure(~self.sign_holds, RESULTS.assumed_sign)
 
     @property
     def num_rows(self) -> int:

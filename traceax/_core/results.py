@@ -41,6 +41,22 @@ Likely causes:
     say): tighten their tolerance, or use `traceax.XTraceEstimator`.
 """.strip()
 
+_assumed_sign_msg = """
+The operator was taken to be semidefinite, because it is a sum or a multiple of operators
+that are tagged so. For that a scalar or a diagonal in it, which is traced and has no
+value before the call runs, was assumed to have no negative entry. It has one.
+
+Likely remedies:
+
+(a) if the operator is semidefinite nevertheless, say so of the sum:
+    `lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`; or
+
+(b) if the entry is negative on purpose, show the sign, `A - c * B` with a positive c; or
+    tag the terms `lineax.symmetric_tag` in the place of a semidefinite tag; or
+
+(c) for a trace or a diagonal, name an estimator that needs no sign, such as
+    `traceax.XTraceEstimator` or `traceax.XDiagEstimator`.
+""".strip()
 
 _not_positive_definite_msg = """
 The function needs a positive definite operator, and a Ritz value (an eigenvalue of the
@@ -171,6 +187,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
     - `nonfinite_product`: a matrix-vector product or the estimate was NaN or infinite.
     - `not_semidefinite`: an operator that is tagged semidefinite turned out not to be.
+    - `assumed_sign`: a traced scalar or diagonal, which was assumed to have no negative
+        entry so that a sum of semidefinite operators is semidefinite, has one.
     - `not_positive_definite`: for a logarithm or a negative power, a Ritz value was
         negative, or zero to within rounding.
     - `zero_determinant`: the determinant of a structured or a general operator is zero,
@@ -209,6 +227,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
     nonfinite_product = _nonfinite_msg
     not_semidefinite = _not_semidefinite_msg
+    assumed_sign = _assumed_sign_msg
     not_positive_definite = _not_positive_definite_msg
     outside_domain = _outside_domain_msg
     zero_determinant = _zero_determinant_msg

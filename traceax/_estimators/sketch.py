@@ -247,7 +247,9 @@ class AbstractSketchEstimator(AbstractEstimator):
             rounding=flat.rounding,
             magnitude=sketch.scale * reading.magnitude,
             result=first_failure(
-                failure(not_semidefinite, RESULTS.not_semidefinite), loop.result
+                operator.sign_failure if self.semidefinite else None,
+                failure(not_semidefinite, RESULTS.not_semidefinite),
+                loop.result,
             ),
             extra=jax.tree.map(lambda x: sketch.scale * x, reading.extra) | loop.extra,
             state=loop.state,

@@ -12,6 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, DTypeLike, Inexact, PyTree
 
@@ -24,7 +25,7 @@ from .._core.linearity import why_not_linear
 from .checks import check_is_operator
 from .determinant import SignLog, structured_log_det
 from .diagonal import diagonal_cost
-from .tags import dtypes, is_hermitian, sign_of
+from .tags import dtypes, Symmetry, symmetry_of
 
 
 class Facts(eqx.Module):
@@ -99,9 +100,14 @@ def enter(
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
+    # Inside of the trace no array has values, so the signs of arrays are read here.
+    symmetry = symmetry_of(operator)
+    assumed = tuple(
+        i for i, x in enumerate(arrays) if any(x is y for y in symmetry.assumed)
+    )
     # JAX caches traces by the objects that the operator consists of: an operator that is
     # the same object as in an earlier call is not traced again.
-    static = treedef, others
+    static = treedef, others, symmetry._replace(assumed=assumed)
     with standard_promotion(), explain_index_overflow():
         traced = _trace.trace(static, arrays)
         setup, outputs = traced.jaxpr, traced.out_info
@@ -121,13 +127,14 @@ def enter(
 
 
 def _open(
-    static: tuple[Any, tuple[Hashable, ...]], arrays: list[Array]
+    static: tuple[Any, tuple[Hashable, ...], Symmetry], arrays: list[Array]
 ) -> tuple[FlatOperator, Facts]:
-    treedef, others = static
+    treedef, others, symmetry = static
     remaining = iter(arrays)
     leaves = [next(remaining) if leaf is None else leaf for leaf in others]
     operator = jax.tree.unflatten(treedef, leaves)
-    return flatten(operator), _facts(operator)
+    assumed = tuple(arrays[i] for i in symmetry.assumed)
+    return flatten(operator, symmetry._replace(assumed=assumed)), _facts(operator)
 
 
 # It is never compiled, only traced: a `jax.jit` function caches its traces.
@@ -144,7 +151,9 @@ def _facts(operator: lx.AbstractLinearOperator) -> Facts:
     return Facts(diagonal, structured_log_det(operator), cost)
 
 
-def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
+def flatten(
+    operator: lx.AbstractLinearOperator, symmetry: Symmetry | None = None
+) -> FlatOperator:
     """Convert an operator to a map of flat vectors: the leaves of PyTrees are joined one
     after another.
 
@@ -154,6 +163,7 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
     **Arguments:**
 
     - `operator`: a `lineax.AbstractLinearOperator` of any structure.
+    - `symmetry`: of the operator, where that was found outside of a trace.
 
     **Returns:**
 
@@ -171,6 +181,11 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
     def mv(vector):
         return to_flat(linear.mv(from_flat(vector, structure)), dtype)
 
+    symmetry = symmetry or symmetry_of(operator)
+    sign_holds = None
+    if symmetry.assumed:
+        # NaN passes: it makes a matvec that is not finite, which is reported as such.
+        sign_holds = ~jnp.stack([jnp.any(x < 0) for x in symmetry.assumed]).any()
     size = operator.in_size()
     fn = FlatFunction.of(mv, shape=(size,), dtype=dtype)
     # All other operators of lineax are linear by construction.
@@ -181,8 +196,9 @@ def flatten(operator: lx.AbstractLinearOperator) -> FlatOperator:
         size=size,
         dtype=dtype,
         precision=precision,
-        hermitian=is_hermitian(operator),
-        sign=sign_of(operator),
+        hermitian=symmetry.hermitian,
+        sign=symmetry.sign,
+        sign_holds=sign_holds,
     )
 
 

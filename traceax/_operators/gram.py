@@ -32,4 +32,5 @@ def gram(operator: FlatOperator) -> FlatOperator:
     """`A A*` of an operator A, which is positive semidefinite. A matvec with it takes one
     with A* and one with A."""
     fn, size = _Gram(operator), operator.num_rows
-    return dataclasses.replace(operator, fn=fn, size=size, hermitian=True, sign=1)
+    facts = {"hermitian": True, "sign": 1, "sign_holds": None}
+    return dataclasses.replace(operator, fn=fn, size=size, **facts)

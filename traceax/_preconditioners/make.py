@@ -22,13 +22,14 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 from .._core.arithmetic import full_precision
 from .._core.checks import check_key, check_positive, real_scalar
 from .._core.flat import FlatOperator
-from .._core.results import failure, RESULTS
+from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh, normalise, thin_svd
 from .._numerics.nystrom import nystrom, orthonormalise
 from .._operators.checks import check_is_operator
 from .._operators.diagonal import diagonal_cost
 from .._operators.door import enter
+from .._operators.tags import sign_of
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 from .low_rank import Preconditioner
@@ -43,7 +44,7 @@ FIRST_PROBE = 2**30
 def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
     check_is_operator(operator)
     rank = min(check_positive("rank", rank), operator.in_size())
-    if not lx.is_positive_semidefinite(operator):
+    if sign_of(operator) <= 0:
         raise ValueError(
             "A preconditioner needs an `operator` tagged positive semidefinite. Found "
             f"one of type {type(operator).__name__} without the tag. If it is, say so: "
@@ -116,7 +117,10 @@ def assemble(
         shift_direction=basis @ (jnp.sqrt(share) * ritz_vectors[:, 0]),
         template=lx.IdentityLinearOperator(structure),
         num_matvecs=num_matvecs,
-        result=failure(~jnp.all(jnp.isfinite(products)), RESULTS.nonfinite_product),
+        result=first_failure(
+            flat.sign_failure,
+            failure(~jnp.all(jnp.isfinite(products)), RESULTS.nonfinite_product),
+        ),
         least=lower_bound,
     )
 
