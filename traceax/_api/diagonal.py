@@ -11,7 +11,7 @@ from .._estimators.auto import AutoTraceEstimator
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._operators.checks import operator_first
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
 
@@ -21,7 +21,7 @@ def diagonal(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
@@ -56,7 +56,8 @@ def diagonal(
         `jax.jit`), which is never exceeded; matvecs with the adjoint count. With
         `k >= n` the answer is exact, and where lineax knows the diagonal no matvec is
         made. Or [`traceax.Adaptive`][]: as many as it takes until the error is below a
-        tolerance, in the norm `traceax.Adaptive(norm=...)`.
+        tolerance, in the norm `traceax.Adaptive(norm=...)`. Default: 1%, in the two-norm
+        of all entries.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
     - `execution`: where matvecs are made, and how many at a time.
@@ -99,7 +100,7 @@ def leaf_traces(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),

@@ -19,7 +19,7 @@ from .._operators.tags import sign_of
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import (
@@ -34,7 +34,7 @@ def diagonal_of_function(
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -87,7 +87,7 @@ def diagonal_of_function(
     - `estimator`, `key`, `state`, `execution`, `throw`: as for [`traceax.diagonal`][].
     - `k`: the number of matvecs with $f(A)$, a Python integer or [`traceax.Adaptive`][].
         With `k >= n` the answer is exact, from n matvecs with `operator` and a dense
-        factorisation.
+        factorisation. Default: to 1%, in the two-norm.
     - `num_steps`: the number of Lanczos steps for each, a Python integer; more than n
         count as n. Or [`traceax.AdaptiveSteps`][], the default: the error of the Krylov
         approximation is then a share of the tolerance, or of the standard error of `k`

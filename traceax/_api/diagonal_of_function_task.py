@@ -81,8 +81,15 @@ class DiagonalOfFunction(AbstractTask):
     def fallback(self) -> str:
         return self.estimator.fallback
 
+    @property
+    def chooses_steps(self) -> bool:
+        return isinstance(self.num_steps, AdaptiveSteps)
+
     def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps)
+        return exact_limit()
+
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        return self.estimator.default_max_k(operator, k)
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution

@@ -71,7 +71,7 @@ def divergence(
     - `fn`: a differentiable function to vectors like `x`, real or complex.
     - `x`: the point, a PyTree of n real floating-point numbers in all.
     - `estimator`: which estimator to use. Default: [`traceax.HutchinsonEstimator`][].
-    - `k`: the number of matvecs, as for [`traceax.trace`][]. Default: the exact
+    - `k`: the number of matvecs, as for [`traceax.trace`][], but the default is the exact
         divergence, from n matvecs.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]. To keep the probes
         fixed along a path, as an integrator of high order needs, pass the same key.

@@ -35,6 +35,7 @@ from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.dense import normalise
 from .._operators.checks import check_is_operator
 from .._operators.door import flatten
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 from .trace import trace
@@ -155,7 +156,12 @@ class DynamicTrace(eqx.Module):
         check_instance("execution", self.execution, AbstractExecution, "Local()")
 
     def init(
-        self, parameters: PyTree, *, key: PRNGKeyArray, k: int, throw: bool = True
+        self,
+        parameters: PyTree,
+        *,
+        key: PRNGKeyArray,
+        k: int | Adaptive = DEFAULT_BUDGET,
+        throw: bool = True,
     ) -> Solution:
         """Make a first estimate, by Hutchinson's estimator.
 
@@ -163,8 +169,8 @@ class DynamicTrace(eqx.Module):
 
         - `parameters`: the parameters of the operator.
         - `key`: a JAX PRNG key, for this and all updates.
-        - `k`: the number of matvecs. An error bar needs 2 or more; without one the first
-            update starts afresh. With `k >= n` the estimate is exact.
+        - `k`: the number of matvecs, as in [`traceax.trace`][]. An error bar needs 2 or
+            more; without one the first update starts afresh.
         - `throw`: as in [`traceax.trace`][].
 
         **Returns:**
@@ -230,7 +236,7 @@ class DynamicTrace(eqx.Module):
             raise TypeError(
                 "`state` must be the `state` of a solution of this `DynamicTrace`. Found "
                 f"an object of type {type(state).__name__}. Pass, for example, "
-                "`dynamic.init(parameters, key=key, k=k).state`."
+                "`dynamic.init(parameters, key=key).state`."
             )
         return call(
             _update,

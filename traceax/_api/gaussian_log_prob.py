@@ -32,7 +32,7 @@ from .._operators.door import enter, Facts
 from .._operators.tags import is_complex
 from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._quadrature.functions import Log
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
 from .._run.call import call
 from .._run.callback import raising_for_callbacks
@@ -209,7 +209,7 @@ def gaussian_log_prob(
     residual: PyTree[Real[Array, ...]],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,

@@ -10,7 +10,7 @@ from .._core.flat import freeze, to_flat
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._preconditioners.diagonal import DiagonalPreconditioner
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .diagonal import diagonal
 
@@ -19,7 +19,7 @@ def jacobi_preconditioner(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),

@@ -38,7 +38,7 @@ from .._numerics.dense import eigh
 from .._operators.checks import check_hermitian
 from .._operators.door import enter, Facts
 from .._quadrature.quadratic_form import spectral_range
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative, FirstOrderFrame
@@ -85,8 +85,12 @@ class _LogTraceExp(AbstractTask):
         """The scale in the real dtype of the operator, so that nothing is promoted."""
         return self.scale.astype(jnp.finfo(operator.dtype).dtype)
 
+    @property
+    def chooses_steps(self) -> bool:
+        return isinstance(self.num_steps, AdaptiveSteps)
+
     def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps)
+        return exact_limit()
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
@@ -270,7 +274,7 @@ def log_trace_exp(
     scale: Scalar | float = 1.0,
     estimator: SLQEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -315,7 +319,7 @@ def log_trace_exp(
         `SLQEstimator(sampler, Lanczos(window))`; a `lower_bound` is of no use here.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
-        10% of the trace.
+        10% of the trace. Default: 1% of the logarithm.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. It takes somewhat more than
         $\\sqrt{|s| (\\lambda_{\\max} - \\lambda_{\\min})}$ steps. Or

@@ -26,7 +26,7 @@ from .._operators.door import enter, EnteredOperator, Facts
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -106,7 +106,7 @@ def logdet(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -153,7 +153,7 @@ def logdet(
         PyTrees, of any floating dtype.
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
-        it takes to reach a tolerance of the sampling error.
+        it takes to reach a tolerance of the sampling error. Default: 1%.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], the default: one more run
         chooses a number that makes the quadrature error small compared with the sampling

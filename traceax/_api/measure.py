@@ -11,7 +11,7 @@ from .._core.quantity import AbstractQuantity
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator, Measurement
 from .._operators.door import enter
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 
@@ -21,7 +21,7 @@ def measure(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator,
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),

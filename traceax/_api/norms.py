@@ -22,7 +22,7 @@ from .._estimators.hutchinson import HutchinsonEstimator
 from .._operators.checks import operator_first
 from .._operators.door import enter
 from .._operators.stacked import stack_operators
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .measure import measure
@@ -33,7 +33,7 @@ def frobenius_norm(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
@@ -103,7 +103,7 @@ def row_norms(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
@@ -171,7 +171,7 @@ def frobenius_products(
     operators: Sequence[lx.AbstractLinearOperator],
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),

@@ -29,7 +29,7 @@ from .._functions.task import AbstractFunctionTask
 from .._operators.checks import check_is_operator
 from .._operators.door import enter
 from .._quadrature.singular_functions import SingularPower
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -85,7 +85,7 @@ def schatten_norm(
     p: int | float,
     estimator: SLQEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -127,7 +127,7 @@ def schatten_norm(
         singular values.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
-        apply to the norm.
+        apply to the norm. Default: 1% of it.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].

@@ -249,7 +249,7 @@ def spectral_density(
     operator: lx.AbstractLinearOperator,
     estimator: SLQEstimator = SLQEstimator(),
     *,
-    k: int,
+    k: int = 10,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     execution: AbstractExecution = Local(),
@@ -288,7 +288,8 @@ def spectral_density(
         `window` of Lanczos, as `SLQEstimator(sampler, Lanczos(window))`. With `window=0`
         an eigenvalue may come as several nodes that share its weight. A `lower_bound` is
         of no use here.
-    - `k`: the number of probes, a Python integer.
+    - `k`: the number of probes, a Python integer. Default: 10, for which the standard
+        error of a fraction of the eigenvalues is at most about `0.45 / n**0.5`.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], the default: the first probe makes
         steps until the last half of them has changed the measure by at most `share` of

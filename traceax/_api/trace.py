@@ -12,7 +12,7 @@ from .._estimators.auto import AutoTraceEstimator
 from .._estimators.base import AbstractEstimator, Measurement
 from .._operators.checks import operator_first
 from .._operators.door import enter
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 
@@ -22,7 +22,7 @@ def trace(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
@@ -55,7 +55,8 @@ def trace(
     - `estimator`: which estimator to use. Default: [`traceax.AutoTraceEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
         `jax.jit`), which is never exceeded. With `k >= n` the answer is exact. Or
-        [`traceax.Adaptive`][]: as many as it takes to reach a tolerance.
+        [`traceax.Adaptive`][]: as many as it takes to reach a tolerance. Default: 1%, at
+        95% confidence.
     - `key`: a JAX PRNG key. Probe `i` is drawn from `jax.random.fold_in(key, i)`. Not
         needed where nothing is random.
     - `state`: `solution.state` of an earlier call with [`traceax.Adaptive`][], which this

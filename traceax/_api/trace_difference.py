@@ -37,7 +37,7 @@ from .._preconditioners.base import AbstractPreconditioning, Congruence
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
@@ -56,7 +56,7 @@ class _TraceDifference(AbstractFunctionTask):
         return f"Difference of traces of {self.function.title}"
 
     def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps, orthogonal=self.hermitian)
+        return exact_limit(orthogonal=self.hermitian)
 
     def _with_symmetry(self, operator: FlatOperator) -> FlatOperator:
         return dataclasses.replace(operator, hermitian=self.hermitian)
@@ -127,7 +127,7 @@ def trace_difference(
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: SLQEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,

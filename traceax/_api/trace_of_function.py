@@ -17,7 +17,7 @@ from .._functions.task import TraceOfFunction
 from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -28,7 +28,7 @@ def trace_of_function(
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -72,7 +72,7 @@ def trace_of_function(
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
-        it takes to reach a tolerance.
+        it takes to reach a tolerance. Default: 1%.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].

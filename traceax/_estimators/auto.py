@@ -108,6 +108,9 @@ class AutoTraceEstimator(AbstractEstimator):
     min_matvecs: ClassVar[int] = 1
     takes_known_diagonal: ClassVar[bool] = True
 
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        return _select(operator.sign, k.round_size).default_max_k(operator, k)
+
     def measure(
         self,
         quantity: AbstractQuantity,

@@ -87,6 +87,9 @@ class AutoDiagonalEstimator(AbstractEstimator):
     min_matvecs: ClassVar[int] = 1
     takes_known_diagonal: ClassVar[bool] = True
 
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        return _estimator_for(operator.sign, k).default_max_k(operator, k)
+
     def measure(
         self,
         quantity: AbstractQuantity,

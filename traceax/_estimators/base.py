@@ -13,7 +13,7 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.solution import Estimate
 from .._operators.door import enter, Facts
 from .._operators.gram import gram
-from .._run.budget import Budget
+from .._run.budget import Budget, default_max_k
 from .._run.exact import exact, exact_from_diagonal, squares_of_rows
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
@@ -100,6 +100,21 @@ class AbstractEstimator(eqx.Module):
         `ValueError` for a quantity that the estimator does not support.
         """
 
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        """The largest budget where `Adaptive.max_k` is left out, 10,000 unless a subclass
+        overrides this. An estimator with buffers that grow with the budget does.
+
+        **Arguments:**
+
+        - `operator`: a square operator of size n, as a map of flat vectors.
+        - `k`: the adaptive budget, of which `round_size` is known.
+
+        **Returns:**
+
+        A Python integer, 1 or more.
+        """
+        return default_max_k()
+
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
@@ -173,6 +188,11 @@ class Measurement(AbstractTask):
             return operator.size
         # Norms are read from the columns, or from the rows where there are fewer.
         return min(operator.size, operator.num_rows)
+
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        if self.direct:
+            return self.estimator.default_max_k(operator, k)
+        return 2 * self.estimator.default_max_k(operator, k.halved())
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution

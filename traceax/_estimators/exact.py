@@ -43,6 +43,9 @@ class ExactTraceEstimator(AbstractEstimator):
     quadratic: ClassVar[bool] = True
     takes_known_diagonal: ClassVar[bool] = True
 
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        return operator.size
+
     def measure(
         self,
         quantity: AbstractQuantity,

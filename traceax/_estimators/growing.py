@@ -1,6 +1,7 @@
 """Sketch estimators that add probes in rounds until a tolerance is met."""
 
 import abc
+import functools as ft
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -12,9 +13,14 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
 from .._numerics.expansion import Reading
-from .._run.budget import Budget, one_round
+from .._run.budget import Budget, default_max_k, one_round
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
+
+
+# The largest budget where `max_k` is left out. Each round factorises matrices of
+# that many rows or half as many.
+_DEFAULT_MAX_K = 512
 
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
@@ -50,6 +56,12 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         rounds = jnp.zeros((), jnp.int32)
         state = self.grow(matmat, probes, state, rounds, eps, budget)
         return self.assess(state, rounds + 1, eps, budget)
+
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        start = ft.partial(self.start, operator.size, operator.dtype, k.one_round)
+        buffers = jax.tree.leaves(jax.eval_shape(start))
+        numbers = sum(x.size for x in buffers) // k.round_size
+        return min(default_max_k(numbers), _DEFAULT_MAX_K)
 
     @abc.abstractmethod
     def probes_in_round(self, k: int) -> int:

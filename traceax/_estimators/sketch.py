@@ -308,8 +308,8 @@ class AbstractSketchEstimator(AbstractEstimator):
         and how the loop ended. The estimate is `sign` times that of the sketch. An
         estimator whose sketch cannot grow raises an error."""
         raise ValueError(
-            f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`. "
-            "Pass an integer, or use `traceax.XTraceEstimator`."
+            f"`{self.name}` needs a fixed budget. Found `k=traceax.Adaptive(...)`, "
+            "the default. Pass an integer, or use `traceax.XTraceEstimator`."
         )
 
 

@@ -11,7 +11,7 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.budget import Budget
+from .._run.budget import Budget, default_max_k
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
 from .gradients import AbstractFunctionGradient
@@ -93,6 +93,20 @@ class AbstractFunctionEstimator(eqx.Module):
 
         An `Estimate` of `traceax.internal`, from about `k * num_steps` matvecs.
         """
+
+    def default_max_k(self, operator: FlatOperator) -> int:
+        """The largest number of probes where `Adaptive.max_k` is left out, 10,000 unless
+        a subclass overrides this.
+
+        **Arguments:**
+
+        - `operator`: A, as a map of flat vectors of shape `(n,)`.
+
+        **Returns:**
+
+        A Python integer, 1 or more.
+        """
+        return default_max_k()
 
     def rescaled(
         self, factor: Scalar, least: Scalar | None = None

@@ -25,6 +25,11 @@ from .._run.steps import Steps
 from .deflation import Deflation
 
 
+# The largest number of deflated columns where `max_k` is left out. Each growth solves an
+# eigenvalue problem of that size.
+_DEFAULT_COLUMNS = 1024
+
+
 class BlockRun(eqx.Module):
     """A deflation by `steps` steps of block Lanczos with blocks of size `b`, the `budget`
     for the other probes, and the `probe_steps` that the first probe took beforehand."""
@@ -70,7 +75,10 @@ def split_budget(
         return b, 2 * probe_steps.made, 2 * probe_steps.most, k - 2 * b
     # Each growth costs as much as b probes, and all of them at most half of `max_k`.
     b = max(1, k.round_size // 4)
-    growths = max(2, k.max_k // (2 * b))
+    most = k.max_k // (2 * b)
+    if k.rule.max_k is None:
+        most = min(most, _DEFAULT_COLUMNS // (b * probe_steps.most))
+    growths = max(2, most)
     budget = k.limited_to(k.max_k - growths * b)
     return b, 2 * probe_steps.made, growths * probe_steps.most, budget
 

@@ -26,7 +26,7 @@ from .._preconditioners.base import (
 )
 from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
-from .._run.budget import Budget
+from .._run.budget import Budget, default_max_k
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
 from .base import AbstractFunctionEstimator
@@ -177,6 +177,11 @@ class Preconditioned(AbstractFunctionEstimator):
     @property
     def most_steps(self) -> int:  # pyright: ignore
         return self.estimator.most_steps
+
+    def default_max_k(self, operator: FlatOperator) -> int:
+        # A derivative takes all probes as one array.
+        most = default_max_k(operator.size)
+        return min(most, self.estimator.default_max_k(operator))
 
     def rescaled(self, factor: Scalar, least: Scalar | None = None) -> "Preconditioned":
         inner = self.estimator.rescaled(factor, least)

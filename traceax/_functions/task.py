@@ -47,11 +47,18 @@ class AbstractFunctionTask(AbstractTask):
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         return operator.size if self.known(facts) is None else 0
 
+    @property
+    def chooses_steps(self) -> bool:
+        return isinstance(self.num_steps, AdaptiveSteps)
+
     def exact_limit(self, operator: FlatOperator) -> int:
         # Without orthogonal eigenvectors or singular vectors a factorisation takes ten
         # times as long, so the exact answer replaces an estimate for smaller n only.
         orthogonal = operator.hermitian or self.function.of_singular_values
-        return exact_limit(self.num_steps, orthogonal=orthogonal)
+        return exact_limit(orthogonal=orthogonal)
+
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        return self.estimator.default_max_k(operator)
 
     def known(self, facts: Facts) -> Estimate | None:
         """The answer, if it follows from what lineax knows about the operator."""

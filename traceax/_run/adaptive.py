@@ -6,6 +6,7 @@ with the quantile q of Student's t for the number of samples. In the code, `tole
 the right-hand side, and `excess` is the left-hand side divided by it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from .._core.checks import (
     check_flag,
+    check_scalar,
     concrete_number,
     plain_integer,
     real_scalar,
@@ -26,6 +28,9 @@ from .._core.quantiles import normal_quantile, student_quantile
 from .._numerics.dense import two_norm
 
 
+# The relative tolerance where none is given: an error of one percent is small enough for
+# most uses, and few samples reach it.
+_DEFAULT_RTOL = 1e-2
 # The smallest `min_samples`: with fewer samples the estimated variance is often far too
 # small, and a test would stop by chance.
 _FEWEST_SAMPLES = 4
@@ -85,7 +90,8 @@ class Adaptive(eqx.Module):
 
     **Attributes:**
 
-    - `rtol`, `atol`: relative and absolute tolerance, real scalars.
+    - `rtol`, `atol`: relative and absolute tolerance, real scalars. If neither is given,
+        `rtol` is 0.01, and otherwise the other one is 0.
     - `max_k`: the largest budget, in the units of `k`: matvecs for traces, diagonals,
         Frobenius and row norms, divergences and Laplacians; products with f(A) for
         [`traceax.diagonal_of_function`][]; probes for log-determinants, Schatten norms
@@ -97,6 +103,14 @@ class Adaptive(eqx.Module):
         that they would need more than n further units, the exact answer is computed. A
         call that resumes one without such a reserve has one if its `max_k` is larger by n
         (or is `2 n`, if that is less).
+
+        If it is left out, the estimate spends at most n units, and at most 10,000; an
+        estimator whose probes are taken together (XTrace, XNysTrace, Hutch++ and others)
+        at most 512, and fewer where its buffers would have more than $2^{28}$ numbers.
+        Then n units are reserved for the exact answer if n is at most 10,000; for
+        functions of operators, whose exact answer takes a factorisation, if n is at most
+        4096 (1024 without a tag). For a larger n a call may end as
+        `RESULTS.max_matvecs_reached`.
     - `confidence`: the probability with which the error is to be below the tolerance.
     - `min_samples`: the number of samples before the first test.
     - `round_size`: how much of the budget a round spends, in the same units.
@@ -119,9 +133,9 @@ class Adaptive(eqx.Module):
         It is static, like `callback`.
     """
 
-    rtol: Real[Array, ""]
-    atol: Real[Array, ""]
-    max_k: int = eqx.field(static=True)
+    rtol: Real[Array, ""] | float
+    atol: Real[Array, ""] | float
+    max_k: int | None = eqx.field(static=True)
     confidence: float = eqx.field(static=True)
     min_samples: int = eqx.field(static=True)
     round_size: int = eqx.field(static=True)
@@ -133,9 +147,9 @@ class Adaptive(eqx.Module):
     def __init__(
         self,
         *,
-        rtol: Scalar | float = 0.0,
-        atol: Scalar | float = 0.0,
-        max_k: int,
+        rtol: Scalar | float | None = None,
+        atol: Scalar | float | None = None,
+        max_k: int | None = None,
         confidence: float = 0.95,
         min_samples: int = 10,
         round_size: int = 16,
@@ -144,8 +158,7 @@ class Adaptive(eqx.Module):
         callback: Callable[[Any, Any, Any], None] | None = None,
         norm: Callable[[PyTree], Scalar] = two_norm,
     ):
-        """**Arguments:** as above; `max_k` and at least one of `rtol` and `atol` are
-        required.
+        """**Arguments:** as above. All may be left out.
 
         **Raises:**
 
@@ -155,21 +168,24 @@ class Adaptive(eqx.Module):
         of a PyTree to a real scalar, `history` not a bool, `progress` not a progress
         meter, or `callback` not a function.
         """
-        self.rtol, self.atol = real_scalar("rtol", rtol), real_scalar("atol", atol)
-        tolerances = {"rtol": concrete_number(rtol), "atol": concrete_number(atol)}
-        for name, value in tolerances.items():
-            if value is not None and not value >= 0:
-                raise ValueError(f"`{name}` must not be negative. Found {value!r}.")
-        if set(tolerances.values()) == {0}:
+        if rtol is None and atol is None:
+            rtol = _DEFAULT_RTOL
+        self.rtol = _tolerance("rtol", rtol)
+        self.atol = _tolerance("atol", atol)
+        if concrete_number(self.rtol) == concrete_number(self.atol) == 0:
             raise ValueError(
                 "`traceax.Adaptive` needs a tolerance. Found rtol=0 and atol=0. Pass, "
                 "for example, `rtol=1e-2`."
             )
-        _check_integer("max_k", max_k, smallest=1)
-        _check_integer("min_samples", min_samples, smallest=_FEWEST_SAMPLES)
+        self.max_k = None if max_k is None else _check_integer("max_k", max_k, smallest=1)
         # A round has two units at least, unless the whole budget is smaller.
-        _check_integer("round_size", round_size, smallest=min(2, int(max_k)))
-        real_scalar("confidence", confidence)
+        most = math.inf if self.max_k is None else self.max_k
+        size = _check_integer("round_size", round_size, smallest=min(2, most))
+        self.round_size = min(size, most)
+        self.min_samples = _check_integer(
+            "min_samples", min_samples, smallest=_FEWEST_SAMPLES
+        )
+        check_scalar("confidence", confidence)
         level = concrete_number(confidence)
         # The two-sided interval takes the quantile at (1 + level) / 2, which rounds to 1,
         # and its quantile to infinity, for a level just below 1.
@@ -181,14 +197,18 @@ class Adaptive(eqx.Module):
         check_flag("history", history)
         _check_reports(progress, callback)
         _check_norm(norm)
-        self.max_k = int(max_k)
         self.confidence = level
-        self.min_samples = int(min_samples)
-        self.round_size = min(int(round_size), int(max_k))
         self.history = history
         self.progress = eqxi.NoProgressMeter() if progress is None else progress
         self.callback = callback
         self.norm = norm
+
+    def with_arrays(self) -> "Adaptive":
+        """The same rule with arrays as tolerances, so that a compiled program does not
+        depend on their numbers."""
+        where = lambda rule: (rule.rtol, rule.atol)  # noqa: E731
+        arrays = real_scalar("rtol", self.rtol), real_scalar("atol", self.atol)
+        return eqx.tree_at(where, self, arrays)
 
     def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
         """The number that is compared with tolerances: a scalar `tree` itself, or else
@@ -247,13 +267,25 @@ class Adaptive(eqx.Module):
         return enough & (self.excess(value, std_err, count) <= 1)
 
 
-def _check_integer(name: str, value: Any, smallest: int) -> None:
+def _tolerance(name: str, value: Scalar | float | None) -> Real[Array, ""] | float:
+    """The tolerance `value`, 0 for None; a Python number unless it is an array."""
+    if value is None:
+        return 0.0
+    check_scalar(name, value)
+    number = concrete_number(value)
+    if number is not None and not number >= 0:
+        raise ValueError(f"`{name}` must not be negative. Found {number!r}.")
+    return value if isinstance(value, jax.Array) else number
+
+
+def _check_integer(name: str, value: Any, smallest: int) -> int:
     refuse_traced(name, value)
     number = plain_integer(value)
     if type(number) is not int or number < smallest:
         raise ValueError(
             f"`{name}` must be a Python integer, {smallest} or more. Found {value!r}."
         )
+    return number
 
 
 def _check_reports(progress: Any, callback: Any) -> None:
@@ -289,3 +321,8 @@ def _check_norm(norm: Any) -> None:
         "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
         f"{norm}. Pass, for example, `optimistix.max_norm`."
     )
+
+
+# The budget of calls without `k`. Its tolerances are numbers, since an array would start
+# JAX's backend when the package is imported.
+DEFAULT_BUDGET = Adaptive()

@@ -16,6 +16,20 @@ from .adaptive import Adaptive
 _MIN_STREAK_MATVECS = 8
 
 
+# The largest number of samples, and the largest size of an operator whose exact answer is
+# kept in reserve, where `max_k` is left out: a tolerance of 1% takes fewer samples, unless
+# the trace is small beside the Frobenius norm.
+_MAX_SAMPLES = 10_000
+# The largest number of numbers in buffers where `max_k` is left out, 1 GiB in float32.
+_MAX_NUMBERS = 2**28
+
+
+def default_max_k(numbers: int = 0) -> int:
+    """The largest adaptive budget where `max_k` is left out, for an estimator that holds
+    so many `numbers` for each unit of its budget."""
+    return max(1, min(_MAX_SAMPLES, _MAX_NUMBERS // max(numbers, 1)))
+
+
 class Budget(eqx.Module):
     """An adaptive budget as estimators receive it: the user's rule, and what belongs to
     one call. It has at most `max_k` units, which are spent in rounds of `round_size`.
@@ -41,7 +55,8 @@ class Budget(eqx.Module):
     @classmethod
     def of(cls, rule: Adaptive, state: PyTree[Array] = None) -> "Budget":
         """The whole budget of a rule, not yet fitted to an operator."""
-        return cls(rule, rule.max_k, rule.round_size, state)
+        most = _MAX_SAMPLES if rule.max_k is None else rule.max_k
+        return cls(rule.with_arrays(), most, rule.round_size, state)
 
     @property
     def num_rounds(self) -> int:
@@ -54,12 +69,25 @@ class Budget(eqx.Module):
         run ends: as many as make `_MIN_STREAK_MATVECS` matvecs."""
         return -(-_MIN_STREAK_MATVECS // self.round_size)
 
-    def for_operator(self, n: int, min_budget: int = 0) -> "Budget":
+    def for_operator(
+        self,
+        n: int,
+        min_budget: int = 0,
+        *,
+        default: int,
+        exact_limit: int,
+    ) -> "Budget":
         """The budget for an operator whose exact answer costs n units.
 
         If n units leave enough for one round and for `min_budget`, they are reserved for
         the exact answer. The estimate itself never spends more than n units, since from
-        there on the exact answer is cheaper."""
+        there on the exact answer is cheaper. Where the rule has no `max_k`, the estimate
+        spends at most `default` units, and n are reserved up to the size `exact_limit`.
+        """
+        if self.rule.max_k is None:
+            most = max(default, self.round_size, min_budget)
+            budget = self.limited_to(min(most, n))
+            return dataclasses.replace(budget, exact_cost=n if n <= exact_limit else None)
         spare = self.max_k - n
         if spare < max(self.round_size, min_budget):
             return self.limited_to(min(self.max_k, n))
@@ -69,6 +97,11 @@ class Budget(eqx.Module):
         """The same budget with at most `max_k` units. A round is not larger than that."""
         size = min(self.round_size, max_k)
         return dataclasses.replace(self, max_k=max_k, round_size=size)
+
+    @property
+    def one_round(self) -> "Budget":
+        """A budget of a single round of the same size."""
+        return self.limited_to(self.round_size)
 
     def halved(self) -> "Budget":
         """The budget for an operator whose matvec costs two of the user's units."""

@@ -29,7 +29,7 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.solution import Estimate, Solution
 from .._operators.door import EnteredOperator, Facts
 from .adaptive import Adaptive
-from .budget import Budget, first_budget
+from .budget import Budget, default_max_k, first_budget
 from .call import call
 from .callback import raising_for_callbacks
 from .execution import AbstractExecution
@@ -67,11 +67,19 @@ class AbstractTask(eqx.Module):
         or more is spent on the exact answer, whatever the estimator."""
         return operator.size
 
+    @property
+    def chooses_steps(self) -> bool:
+        """Whether the number of Krylov steps is chosen automatically."""
+        return False
+
     def exact_limit(self, operator: FlatOperator) -> int:
-        """The largest size of an operator for which the exact answer replaces an estimate
-        that ends as `RESULTS.too_few_steps`. It is 0 if the number of steps is not chosen
-        automatically."""
-        return 0
+        """The largest size of an operator for which the exact answer replaces, unasked,
+        an estimate that ends as `RESULTS.too_few_steps` or misses its tolerance."""
+        return default_max_k()
+
+    def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
+        """The largest budget of an estimate where `Adaptive.max_k` is left out."""
+        return default_max_k()
 
     @abc.abstractmethod
     def exact(
@@ -129,7 +137,8 @@ def budget_of(
     """The budget for an operator of this size, after checks of key, budget and state."""
     check_key(key)
     if isinstance(k, Adaptive):
-        budget, max_k = Budget.of(k, state), k.max_k
+        budget = Budget.of(k, state)
+        max_k = budget.max_k
         if state is not None:
             check_state(state, task, key)
     elif state is not None:
@@ -162,7 +171,7 @@ def solution_of(
     were reserved for it, and any estimate of a small operator for which the chosen number
     of steps was too small."""
     operator, facts = opened
-    size, quantity, limit = operator.size, task.quantity, task.exact_limit(operator)
+    size, quantity = operator.size, task.quantity
 
     def solve_exactly():
         solution = _package(task.exact(operator, facts, execution), task)
@@ -181,7 +190,8 @@ def solution_of(
     solution = _package(estimate, task)
     # `failed` is known at run time only. `may_fail` is known while tracing: without it
     # the exact answer is not compiled at all.
-    failed, may_fail = jnp.zeros((), bool), size <= limit
+    may_fail = task.chooses_steps and size <= task.exact_limit(operator)
+    failed = jnp.zeros((), bool)
     stats = solution.stats | {"exact": failed}
     solution = dataclasses.replace(solution, stats=stats)
     if may_fail:
@@ -239,7 +249,12 @@ def _run_adaptive(
     # Buffers only grow, so a call that resumes reserves n units only if the remaining
     # budget is no smaller than the earlier one.
     min_budget = task.min_matvecs if earlier is None else earlier.max_k
-    k = k.for_operator(exact_cost, min_budget)
+    k = k.for_operator(
+        exact_cost,
+        min_budget,
+        default=task.default_max_k(operator, k),
+        exact_limit=task.exact_limit(operator),
+    )
     if earlier is not None:
         if k.max_k < earlier.max_k:
             raise ValueError(

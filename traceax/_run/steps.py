@@ -145,12 +145,9 @@ def check_steps(num_steps: Any, n: int, default: int = _MAX_STEPS) -> int | Adap
     return min(check_positive("num_steps", num_steps), n)
 
 
-def exact_limit(num_steps: int | AdaptiveSteps, *, orthogonal: bool = True) -> int:
-    """The size up to which an operator is factorised if the chosen steps were too few; 0
-    if the user gave a number. `orthogonal` says whether the factorisation has orthogonal
-    vectors."""
-    if not isinstance(num_steps, AdaptiveSteps):
-        return 0
+def exact_limit(*, orthogonal: bool = True) -> int:
+    """The size up to which an operator is factorised if an estimate fails. `orthogonal`
+    says whether the factorisation has orthogonal vectors."""
     return _MAX_EXACT_SIZE if orthogonal else _MAX_EXACT_SIZE_NOT_ORTHOGONAL
 
 
