@@ -78,17 +78,27 @@ def whiten(
     shift = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
     values, vectors = eigh((core + core.conj().T) / 2)
     semidefinite = ~(values[0] < -(eps**0.5 * size + shift))
-    if indefinite:
-        root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
-    else:
+    if not indefinite:
         # No eigenvalue may be dropped, even if rounding made it negative: leaving out a
         # probe is exact only where all of core + shift I is inverted.
         shift = jnp.maximum(shift, -2 * values[0])
-        root = jnp.sqrt(values + shift)
-    whitener = (
-        (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
-    )
+    whitener = whitener_of(values, vectors, shift, indefinite=indefinite)
     return whitener, shift, semidefinite
+
+
+def whitener_of(
+    values: Real[Array, " m"],
+    vectors: Inexact[Array, "m m"],
+    shift: Real[Array, ""],
+    *,
+    indefinite: bool,
+) -> Inexact[Array, "m m"]:
+    """`whitener` of [`Nystrom`][] from the eigenvalues and eigenvectors of `Q* A Q`."""
+    if indefinite:
+        root = jnp.where(values < -shift, 0, jnp.sqrt(jnp.maximum(values, 0) + shift))
+    else:
+        root = jnp.sqrt(values + shift)
+    return (vectors * jnp.where(root > 0, 1 / jnp.where(root > 0, root, 1), 0)).conj().T
 
 
 class GrowingNystrom(eqx.Module):

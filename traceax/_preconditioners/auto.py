@@ -20,21 +20,33 @@ probe vector is almost always enough, arXiv:2601.05778, 2026, for the test of an
 approximation by the matvecs that extend it.
 """
 
+import functools as ft
 import math
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
+import lineax as lx
+from jaxtyping import (
+    Array,
+    Bool,
+    DTypeLike,
+    Inexact,
+    Int,
+    PRNGKeyArray,
+    Real,
+    Scalar,
+)
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_positive, concrete_number, real_scalar
 from .._core.flat import FlatOperator
+from .._core.results import failure, RESULTS
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh
-from .._numerics.nystrom import GrowingNystrom
+from .._numerics.shifted_nystrom import RitzPairs, ShiftedNystrom
+from .._quadrature.convergence import SEEN_BY_ONE
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
@@ -50,6 +62,12 @@ _BLOCK_SIZE = 8
 # matvecs spent on the rank, so that at least a fifth of all expected matvecs is spent on
 # it. Otherwise a single noisy forecast could end the growth much too early.
 _PROBES_TO_RANK = 4
+# An approximation is used if it makes the remaining call so many times cheaper: forecasts
+# are uncertain, and on flat spectra approximations of a low rank add variance.
+_MIN_GAIN = 2
+# The largest rank by default, and where vectors are long, as many numbers as its buffers
+# have at most: 1 GiB in float32.
+_MAX_RANK, _MAX_ENTRIES = 256, 2**28
 
 
 class AutoPreconditioner(AbstractPreconditioning):
@@ -115,10 +133,12 @@ class AutoPreconditioner(AbstractPreconditioning):
         ```
     """
 
-    shift: Scalar
-    max_rank: int = eqx.field(static=True)
+    shift: Scalar | None
+    max_rank: int | None = eqx.field(static=True)
 
-    def __init__(self, shift: Scalar | float, max_rank: int = 256):
+    def __init__(
+        self, shift: Scalar | float | None = None, max_rank: int | None = None
+    ):
         """**Arguments:**
 
         - `shift`: as above.
@@ -129,14 +149,16 @@ class AutoPreconditioner(AbstractPreconditioning):
         `TypeError` or `ValueError` if `max_rank` is not a Python integer of 1 or more,
         or if `shift` is not a positive, finite number.
         """
-        self.shift = real_scalar("shift", shift)
-        number = concrete_number(shift)
+        self.shift = None if shift is None else real_scalar("shift", shift)
+        number = None if shift is None else concrete_number(shift)
         if number is not None and not 0 < number < math.inf:
             raise ValueError(
                 f"`shift` must be positive and finite. Found {number}. If nothing is "
                 "known of the smallest eigenvalue, use `traceax.nystrom_preconditioner`."
             )
-        self.max_rank = check_positive("max_rank", max_rank)
+        if max_rank is not None:
+            max_rank = check_positive("max_rank", max_rank)
+        self.max_rank = max_rank
 
     def prepare(
         self,
@@ -148,115 +170,225 @@ class AutoPreconditioner(AbstractPreconditioning):
         execution: AbstractExecution,
     ) -> Preconditioner:
         flat, eps = operator.frozen, operator.eps
-        n, rank = flat.size, min(self.max_rank, flat.size)
+        n, real = flat.size, jnp.finfo(flat.dtype).dtype
+        rank = min(self.max_rank or _default_rank(n), n)
         block = min(_BLOCK_SIZE, rank)
-        real = jnp.finfo(flat.dtype).dtype
-        shift = jax.lax.stop_gradient(jnp.asarray(self.shift, real))
+        known = self.shift
+        if known is not None:
+            known = jax.lax.stop_gradient(jnp.asarray(known, real))
+        forecast = ft.partial(
+            _forecast,
+            k=k,
+            num_steps=num_steps,
+            # Without a lower bound, steps are made until no eigenvalue can be hidden.
+            hidden=n / SEEN_BY_ONE if known is None else 0.0,
+        )
 
-        def unfinished(carry):
-            return carry[-1]
-
-        def add_block(carry):
-            grown, blocks, previous_moments, *_ = carry
+        def add_block(growth: _Growth) -> _Growth:
+            blocks = growth.blocks
             indices = FIRST_PROBE + blocks * block + jnp.arange(block)
             z = draw_for(flat, NormalSampler(), key, indices)
-            half, log_ratio = _inverse_root(grown, shift, eps)
-            x = half(z)
-            grown, coordinates = grown.grow(shifted_matmat, x, blocks, eps)
+            root = _InverseRoot.of(growth)
+            x = root.apply(growth.grown, z)
+            grown, coordinates = growth.grown.grow(matmat, x, blocks)
+            pairs = grown.ritz(eps)
+            shift = _estimate(pairs, block) if known is None else known / grown.scale
+            shift = jnp.maximum(shift, eps)
+            # Without a rank, P is the shift alone, and z does not depend on it.
+            used = jnp.where(blocks == 0, shift, growth.shift)
             # The matvecs were made with an orthonormal basis of X, not with X itself.
-            image = grown.q @ (grown.r @ coordinates)
-            # Off the range of A_hat, `half(x)` equals z. They are subtracted first, since
-            # a small residual would drown in the rounding errors of z.
-            residual = half(image) / _relative_shift(shift, grown, eps) + (half(x) - z)
-            first = jnp.sum((z.conj() * residual).real) / block
-            second = jnp.sum(jnp.abs(residual) ** 2) / block
-            moments = jnp.stack([jnp.abs(first), second])
+            inner = (grown.products - used.astype(z.dtype) * grown.basis) @ coordinates
+            image = root.apply(grown, grown.joint @ inner)
+            # Off the range of A_hat, `root.apply(x)` equals z. They are subtracted first,
+            # since a small residual would drown in the rounding errors of z.
+            residual = image / used.astype(z.dtype) + (root.apply(grown, x) - z)
+            moments = _Moments(
+                first=jnp.sum((z.conj() * residual).real) / block,
+                second=jnp.sum(jnp.abs(residual) ** 2) / block,
+                shift=used,
+            )
             # These moments describe the approximation before this block. The block itself
             # is assumed to reduce them by the square root of the last rate, and the next
             # block by the whole rate.
-            is_smaller = moments < previous_moments
-            rate = jnp.where(is_smaller, moments / previous_moments, 1)
-            expected = moments * jnp.sqrt(rate)
-            log_det = n * jnp.log(shift) + log_ratio
-            cost, variance = _forecast(
-                expected, k=k, num_steps=num_steps, log_det=log_det
-            )
-            next_cost, _ = _forecast(
-                expected * rate,
-                k=k,
-                num_steps=num_steps,
-                log_det=log_det,
-                reference=variance,
-            )
+            current = moments.relative_to(shift, n)
+            previous = growth.moments.relative_to(shift, n)
+            is_smaller = (current < previous) & (blocks > 0)
+            rate = jnp.where(is_smaller, current / previous, 1)
+            expected = current * jnp.sqrt(rate)
+            log_det = n * jnp.log(shift * grown.scale) + root.log_ratio
+            cost, variance = forecast(expected, log_det=log_det)
+            next_cost, _ = forecast(expected * rate, log_det=log_det, reference=variance)
             blocks = blocks + 1
-            pays = (cost - next_cost > block) | (cost > _PROBES_TO_RANK * block * blocks)
-            has_room = blocks < rank // block
-            # The mean eigenvalue of M is at least 1, unless the shift is above
-            # eigenvalues of A.
-            above = first > -n * eps**0.5
-            # One block alone has no rate, so there are two where there is room.
-            return grown, blocks, moments, above, has_room & (pays | (blocks == 1))
+            pays = cost - next_cost > block
+            pays |= cost > _PROBES_TO_RANK * block * (blocks + 1)
+            is_first = blocks == 1
+            return _Growth(
+                grown=grown,
+                pairs=pairs,
+                shift=shift,
+                blocks=blocks,
+                moments=moments,
+                plain=jax.tree.map(
+                    lambda x, y: jnp.where(is_first, x, y), moments, growth.plain
+                ),
+                expected=expected,
+                log_det=log_det,
+                unfinished=(blocks < rank // block) & pays,
+            )
 
         with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
-
-            def shifted_matmat(x):
-                return matmat(x) - shift.astype(x.dtype) * x
-
-            grown = GrowingNystrom.empty(n, rank // block * block, flat.dtype)
-            true = jnp.ones((), bool)
-            start = grown, jnp.zeros((), jnp.int32), jnp.ones(2, real), true, true
-            end = jax.lax.while_loop(unfinished, add_block, start)
-            grown, blocks, _, above, _ = end
-            # `A Q` from the buffers of `(A - sigma I) Q`.
-            products = grown.scale.astype(flat.dtype) * (grown.q @ grown.r)
-            products = products + shift.astype(flat.dtype) * grown.basis
-            return assemble(
-                flat,
-                basis=grown.basis,
-                products=products,
-                shift=self.shift,
-                structure=jax.ShapeDtypeStruct((n,), flat.dtype),
-                num_matvecs=blocks * block,
-                # As P <= A, no eigenvalue of M is below 1, up to rounding.
-                lower_bound=jnp.where(above, jnp.asarray(0.5, real), 0),
+            start = _Growth.empty(n, rank // block * block, flat.dtype)
+            end = jax.lax.while_loop(lambda x: x.unfinished, add_block, start)
+            grown = end.grown
+            log_det = n * jnp.log(end.shift * grown.scale)
+            plain_cost, variance = forecast(
+                end.plain.relative_to(end.shift, n), log_det=log_det
             )
+            cost, _ = forecast(end.expected, log_det=end.log_det, reference=variance)
+            structure = jax.ShapeDtypeStruct((n,), flat.dtype)
+            shift = end.shift * grown.scale if known is None else known
+            # As P <= A for a shift that is a lower bound, no eigenvalue of M is below 1,
+            # up to rounding. Its mean is below 1 if the shift is above eigenvalues of A.
+            above = end.moments.first > -n * eps**0.5
+            lower_bound = None
+            if known is not None:
+                lower_bound = jnp.where(above, jnp.asarray(0.5, real), 0)
+            arguments = {"structure": structure, "num_matvecs": end.blocks * block}
+
+            def low_rank():
+                scale = grown.scale.astype(flat.dtype)
+                return assemble(
+                    flat,
+                    basis=grown.joint @ grown.basis,
+                    products=scale * (grown.joint @ grown.products),
+                    shift=shift,
+                    lower_bound=lower_bound,
+                    **arguments,
+                )
+
+            def rank_zero():
+                zeros = jnp.zeros_like(grown.joint, shape=(n, grown.basis.shape[1] + 1))
+                return Preconditioner(
+                    vectors=zeros[:, 1:],
+                    values=jnp.zeros(grown.basis.shape[1], real),
+                    shift=jnp.ones((), real) if known is None else known,
+                    shift_direction=zeros[:, 0],
+                    template=lx.IdentityLinearOperator(structure),
+                    result=failure(False, RESULTS.nonfinite_product),
+                    least=lower_bound,
+                    num_matvecs=end.blocks * block,
+                )
+
+            return jax.lax.cond(cost < plain_cost / _MIN_GAIN, low_rank, rank_zero)
 
 
-def _relative_shift(shift: Array, grown: GrowingNystrom, eps: float) -> Real[Array, ""]:
-    """The shift in units of `grown.scale`, and at least the rounding error of matvecs."""
-    return jnp.maximum(shift / grown.scale, eps)
+class _Moments(eqx.Module):
+    """`tr(M - I)` and `||M - I||_F^2` for a P with this shift."""
+
+    first: Real[Array, ""]
+    second: Real[Array, ""]
+    shift: Real[Array, ""]
+
+    def relative_to(self, shift: Real[Array, ""], n: int) -> Real[Array, "2"]:
+        """The moments after division of M by `shift / self.shift`, as if the spectrum of
+        A began at `shift`."""
+        ratio = shift / self.shift
+        # M / ratio - I = (M - I + (1 - ratio) I) / ratio
+        rest = 1 - ratio
+        first = (self.first + n * rest) / ratio
+        second = (self.second + 2 * rest * self.first + n * rest**2) / ratio**2
+        return jnp.stack([jnp.abs(first), second])
 
 
-def _inverse_root(
-    grown: GrowingNystrom, shift: Real[Array, ""], eps: float
-) -> tuple[Callable[[Array], Array], Real[Array, ""]]:
-    """`shift^(1/2) P^(-1/2)` as a map of columns, and `log det P - n log shift`.
+class _Growth(eqx.Module):
+    """The approximation after some blocks, and what is known of it.
+
+    - `grown`, `pairs`, `shift`: the matvecs, their Ritz pairs, and sigma, in units of
+        `grown.scale`.
+    - `moments`, `plain`: the moments of the approximation before the last block, and of
+        no approximation.
+    - `expected`: the moments that are expected of the current approximation.
+    - `log_det`: the logarithm of the determinant of P.
+    """
+
+    grown: ShiftedNystrom
+    pairs: RitzPairs
+    shift: Real[Array, ""]
+    blocks: Int[Array, ""]
+    moments: _Moments
+    plain: _Moments
+    expected: Real[Array, "2"]
+    log_det: Real[Array, ""]
+    unfinished: Bool[Array, ""]
+
+    @staticmethod
+    def empty(n: int, rank: int, dtype: DTypeLike) -> "_Growth":
+        grown = ShiftedNystrom.empty(n, rank, dtype)
+        one = jnp.ones_like(grown.scale)
+        ones = _Moments(one, one, one)
+        return _Growth(
+            grown=grown,
+            pairs=RitzPairs(jnp.tile(one, rank), jnp.eye(rank, dtype=dtype), 0 * one),
+            shift=one,
+            blocks=jnp.zeros((), jnp.int32),
+            moments=ones,
+            plain=ones,
+            expected=jnp.tile(one, 2),
+            log_det=one,
+            unfinished=jnp.ones((), bool),
+        )
+
+
+def _estimate(pairs: RitzPairs, block: int) -> Real[Array, ""]:
+    """The shift if none is known, from the smallest Ritz values of as many as a block.
+
+    Random directions orthogonal to those that are resolved see the mean of the remaining
+    eigenvalues. Their smallest Ritz value exceeds the level of a flat tail by about as
+    much as these Ritz values differ, so that difference is subtracted, which also keeps
+    `A - sigma I` well away from singular on the basis."""
+    smallest = pairs.values[0]
+    spread = pairs.values[block - 1] - smallest
+    return jnp.maximum(smallest - spread, smallest / 2)
+
+
+class _InverseRoot(eqx.Module):
+    """`sigma^(1/2) P^(-1/2)` as a map of columns, and `log det P - n log sigma`.
 
     With `A_hat = B B*`, `B* B = V diag(l) V*` and `P = B B* + sigma I`,
 
         sigma^(1/2) P^(-1/2) = I - B V diag(c) V* B*,
         c = (1 - (sigma / (l + sigma))^(1/2)) / l = 1 / (root (root + sigma^(1/2))),
 
-    with `root = (l + sigma)^(1/2)`. The last form has no cancellation for a small l. The
-    tall `B = (q r + ridge Q) T*` is never formed.
+    with `root = (l + sigma)^(1/2)`. The last form has no cancellation for a small l.
+    `factor` are the coordinates of `B V`.
     """
-    whitener, ridge, _, gram = grown.whiten(eps, indefinite=True)
-    shift = _relative_shift(shift, grown, eps)
-    values, vectors = eigh(gram)
-    # Rounding makes zero eigenvalues of a Gram matrix slightly negative.
-    values = jnp.maximum(values, 0)
-    root = jnp.sqrt(values + shift)
-    scaled = vectors / (root * (root + jnp.sqrt(shift)))
-    q, r, basis = grown.q, grown.r, grown.basis
 
-    def half(x: Inexact[Array, "n b"]) -> Inexact[Array, "n b"]:
-        part = r.conj().T @ (q.conj().T @ x) + ridge * (basis.conj().T @ x)
-        # The factors are applied one after another. The whitener may be large, and then
-        # its product with the eigenvectors would have no correct digit.
-        part = whitener.conj().T @ (scaled @ (vectors.conj().T @ (whitener @ part)))
-        return x - q @ (r @ part) - ridge * (basis @ part)
+    factor: Inexact[Array, "p m"]
+    coefficients: Real[Array, " m"]
+    log_ratio: Real[Array, ""]
 
-    return half, jnp.sum(jnp.log1p(values / shift))
+    @classmethod
+    def of(cls, growth: _Growth) -> "_InverseRoot":
+        factor = growth.grown.factor(growth.pairs, growth.shift)
+        values, vectors = eigh(factor.conj().T @ factor)
+        # Rounding makes zero eigenvalues of a Gram matrix slightly negative.
+        values = jnp.maximum(values, 0)
+        root = jnp.sqrt(values + growth.shift)
+        coefficients = 1 / (root * (root + jnp.sqrt(growth.shift)))
+        log_ratio = jnp.sum(jnp.log1p(values / growth.shift))
+        return cls(factor @ vectors, coefficients, log_ratio)
+
+    def apply(
+        self, grown: ShiftedNystrom, x: Inexact[Array, "n b"]
+    ) -> Inexact[Array, "n b"]:
+        part = self.factor.conj().T @ (grown.joint.conj().T @ x)
+        part = self.factor @ (self.coefficients[:, None] * part)
+        return x - grown.joint @ part
+
+
+def _default_rank(n: int) -> int:
+    """The largest rank by default, for which there is memory."""
+    return max(1, min(_MAX_RANK, _MAX_ENTRIES // (2 * n)))
 
 
 def _forecast(
@@ -265,6 +397,7 @@ def _forecast(
     k: int | Budget,
     num_steps: int | AdaptiveSteps,
     log_det: Real[Array, ""],
+    hidden: float,
     reference: Real[Array, ""] | None = None,
 ) -> tuple[Real[Array, ""], Real[Array, ""]]:
     """The number of matvecs that the probes will take, and the variance of one probe.
@@ -302,5 +435,7 @@ def _forecast(
     root = jnp.sqrt(1 + t)
     contraction = ((root - 1) / (root + 1)) ** 2
     ratio = 4 * weight / jnp.where(aim > 0, num_steps.share * aim, 1)
+    # A weight at zero that is hidden falls at the same rate.
+    ratio = jnp.maximum(ratio, 4 * hidden)
     steps = jnp.ceil(jnp.log(jnp.maximum(ratio, 1)) / -jnp.log(contraction))
     return probes * jnp.clip(steps, 1, num_steps.most), variance
