@@ -8,6 +8,7 @@ entries of a triangular operator, take precedence.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import lineax as lx
@@ -23,6 +24,7 @@ from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
 from .._operators.door import enter, EnteredOperator, Facts
+from .._preconditioners.auto import AutoPreconditioner
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
@@ -79,6 +81,20 @@ def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
     return SingularLog() if operator.flat.sign == 0 else Log()
 
 
+def _automatic(
+    operator: EnteredOperator,
+    estimator: AbstractFunctionEstimator,
+    k: Any,
+    num_steps: int | AdaptiveSteps,
+) -> AutoPreconditioner | None:
+    """The preconditioner where none was chosen. A number for `k` or `num_steps` is a
+    number of matvecs that was asked for, and a lower bound of the spectrum of A is worth
+    more without a preconditioner."""
+    is_adaptive = isinstance(k, Adaptive) and isinstance(num_steps, AdaptiveSteps)
+    is_plain = isinstance(estimator, SLQEstimator) and estimator.lower_bound is None
+    return AutoPreconditioner() if is_adaptive and is_plain and operator.flat.sign else None
+
+
 def _singular_if_zero(estimate: Estimate) -> Estimate:
     """The estimate, or minus infinity if all matvecs were zero. Zero eigenvalues are
     detected relative to the largest one, so a zero operator is not detected elsewhere."""
@@ -110,7 +126,7 @@ def logdet(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
-    preconditioner: AbstractPreconditioning | None = None,
+    preconditioner: AbstractPreconditioning | Literal["auto"] | None = "auto",
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -211,6 +227,8 @@ def logdet(
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
+    if isinstance(preconditioner, str) and preconditioner == "auto":
+        preconditioner = _automatic(entered, estimator, k, num_steps)
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)

@@ -98,8 +98,13 @@ class Preconditioner(AbstractPreconditioner):
         # P^p = sigma^p I + U ((Lambda + sigma)^p - sigma^p) U*.
         outer = self.shift**exponent
         inner = ((self.values + self.shift) ** exponent - outer).astype(x.dtype)
-        part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
-        part = jnp.matmul(self.vectors * inner, part, precision="highest")
+
+        def low_rank_part(x):
+            part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
+            return jnp.matmul(self.vectors * inner, part, precision="highest")
+
+        # The rank zero, which `AutoPreconditioner` may choose, costs nothing.
+        part = jax.lax.cond(self.values[0] > 0, low_rank_part, jnp.zeros_like, x)
         return outer.astype(x.dtype) * x + part
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
