@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
@@ -26,7 +28,7 @@ def diagonal(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate the diagonal of a square linear operator from `k` matvecs.
 
     !!! Example
@@ -105,7 +107,7 @@ def leaf_traces(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate the trace of each diagonal block that belongs to a leaf of the operator's
     PyTree, from the same matvecs. For a Hessian this is a trace for each layer.
 

@@ -41,7 +41,7 @@ def diagonal_of_function(
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $f(A)$ for a Hermitian operator. For the inverse of a
     precision matrix these are the marginal variances.
 

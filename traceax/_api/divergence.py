@@ -37,7 +37,7 @@ def divergence(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> tuple[_Point, Solution]:
+) -> tuple[_Point, Solution[Array]]:
     """Evaluate a vector field and its divergence, the trace of its Jacobian.
 
     Continuous normalizing flows need both at each step (Grathwohl et al., 2019), and so

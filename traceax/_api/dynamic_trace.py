@@ -162,7 +162,7 @@ class DynamicTrace(eqx.Module):
         key: PRNGKeyArray,
         k: int | Adaptive = DEFAULT_BUDGET,
         throw: bool = True,
-    ) -> Solution:
+    ) -> Solution[Array]:
         """Make a first estimate, by Hutchinson's estimator.
 
         **Arguments:**
@@ -209,7 +209,7 @@ class DynamicTrace(eqx.Module):
 
     def update(
         self, state: DynamicState, parameters: PyTree, *, throw: bool = True
-    ) -> Solution:
+    ) -> Solution[Array]:
         """Estimate the trace for new parameters.
 
         **Arguments:**
@@ -314,13 +314,8 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
         scarcity=scarcity,
         count=state.count + 1,
     )
-    stats = {
-        "num_matvecs": 2 * m,
-        "num_samples": jnp.full((), m, jnp.int32),
-        "num_steps": jnp.zeros((), jnp.int32),
-        "gamma": 1 - mean_keep,
-        "std.err": std_err,
-    }
+    counts = {"num_matvecs": 2 * m, "num_samples": m, "num_steps": 0}
+    stats = counts | {"gamma": 1 - mean_keep, "std.err": std_err}
     result = failure(~jnp.isfinite(value), RESULTS.nonfinite_product)
     return Solution(
         value=value,

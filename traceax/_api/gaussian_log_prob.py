@@ -73,7 +73,7 @@ def _log_prob(
     k: int | Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
-) -> Solution:
+) -> Solution[Array]:
     flat, _ = opened
     preconditioner, prepared = None, None
     if inputs.preconditioner is not None:
@@ -219,7 +219,7 @@ def gaussian_log_prob(
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate the log-density $-\\frac12 (r^T A^{-1} r + \\log\\det A + n \\log 2\\pi)$
     of a Gaussian with covariance A at a residual r: the log marginal likelihood of a
     Gaussian process.

@@ -54,7 +54,7 @@ def laplacian(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> tuple[Scalar, _Point, Solution]:
+) -> tuple[Scalar, _Point, Solution[Array]]:
     """Evaluate a function, its gradient and its Laplacian, the trace of its Hessian.
 
     Collapsed Taylor mode (Dangel et al., 2025) is used: k directions cost about as much

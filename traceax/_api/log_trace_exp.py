@@ -280,7 +280,7 @@ def log_trace_exp(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator: the logarithm of
     a partition function, or a smooth maximum of eigenvalues.
 

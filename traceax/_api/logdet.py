@@ -130,7 +130,7 @@ def logdet(
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate $\\log|\\det A|$ from matvecs.
 
     - Operators tagged positive (or negative) semidefinite: $\\mathrm{tr} \\log A$ by

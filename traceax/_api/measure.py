@@ -1,6 +1,7 @@
 """Any quantity that estimators read from matvecs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import lineax as lx
@@ -27,7 +28,7 @@ def measure(
     execution: AbstractExecution = Local(),
     throw: bool = True,
     square: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate any quantity of an operator that is read from its matvecs, such as the
     trace.
 

@@ -10,6 +10,7 @@ are unbiased for `||A||_F^2`, for the squared norm of row a, and for `tr(A_j* A_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
@@ -38,7 +39,7 @@ def frobenius_norm(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate the Frobenius norm of a linear operator from `k` matvecs.
 
     The estimate is the root of the mean of $\\|A \\omega_i\\|^2$, which is unbiased for
@@ -108,7 +109,7 @@ def row_norms(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate the Euclidean norm of each row of a linear operator from `k` matvecs.
 
     The estimates are the roots of the means of $|e_a^* A \\omega_i|^2$, which are
@@ -176,7 +177,7 @@ def frobenius_products(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate $\\mathrm{tr}(A_i^* A_j)$ for all pairs of several square operators, from
     `k` matvecs with each.
 

@@ -91,7 +91,7 @@ def schatten_norm(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate the Schatten p-norm of a linear operator, $(\\sum_i \\sigma_i^p)^{1/p}$
     for its singular values $\\sigma_i$, from matvecs.
 

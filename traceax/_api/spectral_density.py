@@ -25,7 +25,8 @@ from .._core.arithmetic import standard_promotion
 from .._core.checks import check_key, check_positive
 from .._core.jax_interfaces import Tracer
 from .._core.moments import Moments
-from .._core.results import failure, RESULTS
+from .._core.report import counted, fetch, has_numbers, table
+from .._core.results import describe_failures, failure, RESULTS
 from .._core.sampler import draw_for
 from .._functions.slq import lanczos_of, SLQEstimator
 from .._krylov.lanczos_recurrence import lanczos_run, LanczosState
@@ -83,6 +84,21 @@ class SpectralDensity(eqx.Module):
     num_steps: Int[Array, ""] | int
     result: Any = eqx.field(default_factory=lambda: RESULTS.successful)
     estimated: ClassVar[tuple[str, ...]] = ("nodes", "weights")
+
+    def __repr__(self) -> str:
+        parts = self.nodes, self.weights, jax.tree.leaves(self.result)
+        counts = self.num_matvecs, self.num_steps
+        if not has_numbers(*parts, counts):
+            return eqx.tree_pformat(self)
+        nodes, weights, (result,), (num_matvecs, num_steps) = fetch((*parts, counts))
+        used, (*batch, k, _) = nodes[weights > 0], nodes.shape
+        rows = [("result", text) for text in describe_failures(result)]
+        if used.size:
+            rows.append(("Ritz values", f"{used.min():.4g} to {used.max():.4g}"))
+        rules = f"{counted(k, 'probe')} of {counted(num_steps, 'step')}"
+        rows.append(("cost", f"{counted(num_matvecs, 'matvec')}, {rules}"))
+        suffix = f", a batch of shape {tuple(batch)}" if batch else ""
+        return table(f"Spectral density{suffix}", rows)
 
     def __call__(
         self, t: Real[ArrayLike, "*p"], width: Scalar | float

@@ -27,7 +27,7 @@ def trace(
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate the trace of a square linear operator from `k` matvecs.
 
     !!! Example

@@ -134,7 +134,7 @@ def trace_difference(
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
 
     Both operators get the same probes, and the error bar is the standard error of the

@@ -35,7 +35,7 @@ def trace_of_function(
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Array]:
     """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs.
 
     !!! Example

@@ -33,10 +33,8 @@ def is_readable(x: Any) -> bool:
     return not isinstance(x, Tracer) and x.is_fully_addressable and not x.is_deleted()
 
 
-def has_numbers(
-    value: PyTree, std_err: PyTree, result: list[Any], stats: dict[str, Any]
-) -> bool:
-    """Whether these are the parts of a solution with numbers. One inside of a program, of
+def has_numbers(value: PyTree, std_err: PyTree, result: list[Any], stats: PyTree) -> bool:
+    """Whether these are the parts of an answer with numbers. One inside of a program, of
     shapes, of tangents, or with arrays filtered out has none."""
     parts = value, std_err, result, stats
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: x is None)

@@ -161,7 +161,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
 
     def interval(
         self, confidence: Any = 0.95, *, proven: bool | None = None
-    ) -> tuple[PyTree[Any], PyTree[Any]]:
+    ) -> tuple[Any, Any]:
         """A confidence interval, which counts the errors of sampling, of quadrature and
         of rounding.
 

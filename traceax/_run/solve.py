@@ -107,7 +107,7 @@ def solve(
     state: PyTree[Array],
     execution: AbstractExecution,
     throw: bool,
-) -> Solution:
+) -> Solution[Any]:
     """The solution of a task, by a compiled program. `state` is the state of an earlier
     solution, or None."""
     budget = budget_of(task, operator.size, k=k, key=key, state=state)
@@ -163,7 +163,7 @@ def solution_of(
     k: int | Budget,
     key: PRNGKeyArray | None,
     execution: AbstractExecution,
-) -> Solution:
+) -> Solution[Any]:
     """The solution of a task, as part of a compiled program.
 
     A budget of `exact_cost` or more is spent on the exact answer, whatever the estimator.
@@ -284,7 +284,7 @@ def _rounding_floor(estimate: Estimate) -> Real[Array, "*q"]:
     return estimate.rounding * jnp.where(jnp.isinf(estimate.value), 0, size)
 
 
-def _package(estimate: Estimate, task: AbstractTask) -> Solution:
+def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     """The solution that an estimate is: the rounding floor is added to its error bar, the
     value takes the form that users see, and only the value keeps its derivatives."""
     value, quantity = estimate.value, task.quantity
@@ -358,7 +358,7 @@ def _present_bounds(
     return jax.tree.map(stack, lower, lower_err, upper, upper_err)
 
 
-def _match_structure(exact: Solution, solution: Solution) -> Solution:
+def _match_structure(exact: Solution, solution: Solution) -> Solution[Any]:
     """The exact solution with the structure, shapes and dtypes of the solution that it
     replaces, as `lax.cond` needs them. Where that has an entry for each sample, the
     single entry of the exact solution is repeated. The matvecs of both are counted."""
