@@ -27,7 +27,6 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance, check_key, check_positive
 from .._core.flat import FlatOperator
-from .._core.quantity import Trace
 from .._core.results import failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for, RademacherSampler, require_key
 from .._core.solution import Solution
@@ -323,7 +322,7 @@ def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> S
         result=result,
         stats=stats,
         state=state,
-        quantity=Trace().title,
+        quantity="Trace",
         method=type(dynamic).__name__,
     )
 

@@ -119,13 +119,12 @@ def _log_prob(
     size, residual_size = two_norm(frozen), two_norm(solve_residual)
     steps = jnp.asarray(solver_stats.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
-    stats = {
+    unchanged = {"num_samples", "num_steps", "exact", "ritz_values"}
+    stats = {name: logdet_stats[name] for name in unchanged & set(logdet_stats)}
+    stats |= {
         "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
-        "num_samples": logdet_stats["num_samples"],
-        "num_steps": logdet_stats["num_steps"],
         "std.err": std_err,
         "samples": log_density(logdet_stats["samples"]),
-        "exact": logdet_stats["exact"],
         "quadratic_form": quadratic,
         "logdet": dataclasses.replace(determinant, state=None),
         "solve": from_flat(solution, inputs.structure),
@@ -137,8 +136,6 @@ def _log_prob(
         ends, bars = logdet_stats[name][::-1].T
         bars = jnp.hypot(bars, rounding) / 2
         stats[name] = jnp.stack([log_density(ends), bars], axis=1)
-    if "ritz_values" in logdet_stats:
-        stats["ritz_values"] = logdet_stats["ritz_values"]
     if "history" in logdet_stats:
         spent, values, bars = logdet_stats["history"].T
         values = jnp.where(jnp.isfinite(values), log_density(values), values)
@@ -154,14 +151,14 @@ def _log_prob(
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return Solution(
+    return dataclasses.replace(
+        determinant,
         value=value,
         std_err=std_err,
         result=result,
         stats=stats,
         state=state,
         quantity="Log-density of a Gaussian",
-        method=determinant.method,
     )
 
 

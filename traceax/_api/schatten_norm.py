@@ -44,7 +44,7 @@ class _Schatten(AbstractFunctionTask):
 
     @property
     def title(self) -> str:
-        return self.quantity.title
+        return f"Schatten {self.quantity.power:g}-norm"
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, with three corrections: it is infinite if it underflowed, its

@@ -17,7 +17,6 @@ computed from any such pairs, a quadratic one only from images `A w` of random p
 import abc
 import itertools
 import math
-import re
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -58,17 +57,11 @@ class AbstractQuantity(eqx.Module):
         diagonal, the quantity is then `read(ones, diagonal)`.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
-    - `title`: what `print` calls it; by default the name of the class, in words.
     """
 
     linear: ClassVar[bool] = True
     diagonal_only: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
-
-    @property
-    def title(self) -> str:
-        """`"Row norms"`, for `RowNorms`."""
-        return re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).capitalize()
 
     @abc.abstractmethod
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
@@ -302,10 +295,6 @@ class SchattenNorm(AbstractQuantity):
 
     power: float = eqx.field(static=True)
     linear: ClassVar[bool] = False
-
-    @property
-    def title(self) -> str:
-        return f"Schatten {self.power:g}-norm"
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return jnp.vdot(left, image, precision="highest").real

@@ -93,8 +93,14 @@ class _Leaf(NamedTuple):
     quadrature: np.ndarray
 
     @classmethod
-    def of(cls, path, value, std_err, bounds, batch_axes: int) -> "_Leaf":
-        label = jtu.keystr(path) or "value"
+    def of(
+        cls,
+        label: str,
+        value: np.ndarray,
+        std_err: np.ndarray,
+        bounds: np.ndarray | None,
+        batch_axes: int,
+    ) -> "_Leaf":
         if bounds is None:
             return cls(label, value, std_err, std_err, np.zeros_like(std_err))
         # Before the axes of the entries are two: the end, and whether it is the bound
@@ -122,6 +128,13 @@ class _Leaf(NamedTuple):
         unknown = "median error bar unknown"
         bar = unknown if median == math.inf else known if np.any(error) else "exact"
         return "{}, {}{:.4g} to {:.4g}, {}".format(self.value.shape, what, *low_high, bar)
+
+    def describe_interval(self, low: Any, high: Any) -> str:
+        # An infinite error has no digits to round to.
+        error = self.error if self.error < math.inf else self.std_err
+        if (grid := _Grid.of(self.value, error)) is None:
+            return f"{low:.6g} to {high:.6g}"
+        return f"{grid.write(low)} to {grid.write(high)}"
 
 
 def describe_solution(
@@ -153,9 +166,8 @@ def describe_solution(
         rows.append(("...", f"{len(leaves) - _MAX_LEAVES} more leaves"))
     one, *others = leaves
     single = not others and one.value.ndim == 0
-    if single and not exact and 0 < one.error < math.inf:
-        text = _describe_interval(one.value, one.error, ends=interval())
-        rows.append(("95% interval", text))
+    if single and not exact and one.error > 0 and one.std_err < math.inf:
+        rows.append(("95% interval", one.describe_interval(*interval())))
     if "num_matvecs" in stats:
         rows.append(("cost of each" if batch else "cost", _cost(stats, exact)))
     return table(title, rows)
@@ -176,13 +188,14 @@ def _leaves(value: Any, std_err: Any, bounds: Any, batch_axes: int) -> list[_Lea
     bars = treedef.flatten_up_to(std_err)
     ends = [None] * len(bars) if bounds is None else treedef.flatten_up_to(bounds)
     return [
-        _Leaf.of(path, entries, bar, end, batch_axes)
+        _Leaf.of(jtu.keystr(path) or "value", entries, bar, end, batch_axes)
         for (path, entries), bar, end in zip(paths, bars, ends, strict=True)
     ]
 
 
 def _median(arrays: list[np.ndarray]) -> float:
-    return float(np.median(np.concatenate([x.ravel() for x in arrays])))
+    entries = np.concatenate([x.ravel() for x in arrays])
+    return float(np.median(entries)) if entries.size else 0.0
 
 
 def _with_error(value: np.ndarray, error: np.ndarray) -> str:
@@ -220,6 +233,9 @@ class _Grid(NamedTuple):
     def suffix(self) -> str:
         return f"e{self.exponent:+03d}" if self.exponent else ""
 
+    def write(self, x: Any) -> str:
+        return self.round(x) + (self.suffix if np.isfinite(x) else "")
+
     def round(self, x: Any) -> str:
         """The mantissa of a number."""
         if np.iscomplexobj(x):
@@ -227,9 +243,3 @@ class _Grid(NamedTuple):
             return f"({self.round(x.real)}{'' if imag[0] == '-' else '+'}{imag}j)"
         mantissa = round(float(x) / 10.0**self.exponent, self.decimals)
         return f"{mantissa + 0.0:.{max(self.decimals, 0)}f}"  # no -0.0
-
-
-def _describe_interval(value: np.ndarray, error: Any, *, ends: tuple[Any, Any]) -> str:
-    if (grid := _Grid.of(value, error)) is None:
-        return "{:.6g} to {:.6g}".format(*ends)
-    return " to ".join(grid.round(end) + grid.suffix for end in ends)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import re
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -179,7 +180,9 @@ class Measurement(AbstractTask):
 
     @property
     def title(self) -> str:
-        return self.quantity.title
+        # "Row norms", for `RowNorms`.
+        name = type(self.quantity).__name__
+        return re.sub(r"(?<!^)(?=[A-Z])", " ", name).capitalize()
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
