@@ -151,15 +151,9 @@ def _log_prob(
         failure(~jnp.isfinite(value), RESULTS.nonfinite_product),
     )
     std_err, stats = freeze((std_err, stats))
-    return dataclasses.replace(
-        determinant,
-        value=value,
-        std_err=std_err,
-        result=result,
-        stats=stats,
-        state=state,
-        quantity="Log-density of a Gaussian",
-    )
+    fields = {"value": value, "std_err": std_err, "result": result, "stats": stats}
+    fields |= {"state": state, "quantity": "Log-density of a Gaussian"}
+    return dataclasses.replace(determinant, **fields)
 
 
 def _smallest_eigenvalue(

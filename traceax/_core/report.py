@@ -106,7 +106,7 @@ class _Leaf(NamedTuple):
         # Before the axes of the entries are two: the end, and whether it is the bound
         # itself or its standard error.
         ends, bars = np.moveaxis(bounds, (batch_axes + 1, batch_axes), (0, 1))
-        distances = np.where(ends == value.real, 0, np.abs(ends - value.real))
+        distances = np.where(ends == np.real(value), 0, np.abs(ends - np.real(value)))
         return cls(label, value, std_err, bars.max(axis=0), distances.max(axis=0))
 
     @property
