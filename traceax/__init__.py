@@ -111,6 +111,7 @@ from ._preconditioners.make import (
     nystrom_preconditioner,
     pivoted_cholesky_preconditioner,
 )
+from ._preconditioners.scaled import ScaledPreconditioner
 from ._quadrature.functions import (
     AbstractSpectralFunction,
     Entropy,
@@ -203,6 +204,7 @@ __all__ = [
     "nystrom_preconditioner",
     "pivoted_cholesky_preconditioner",
     "Preconditioner",
+    "ScaledPreconditioner",
     # Operators.
     "data_gram",
     "empirical_fisher",

@@ -107,18 +107,18 @@ class AbstractProduct(eqx.Module):
 
 
 class PreconditionedAction(AbstractProduct):
-    """`v -> P^(-1/2) F P^(-1/2) v` for F the `action`, or F itself without P."""
+    """`v -> W^-* F W^-1 v` for F the `action` and `P = W W*`, or F itself without P."""
 
     action: Action
     preconditioner: AbstractPreconditioner | None
 
     def start(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        if self.preconditioner is None:
-            return vector
-        return self.preconditioner.power(-0.5, vector)
+        outer = self.preconditioner
+        return vector if outer is None else outer.whiten(vector)
 
     def end(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        return self.start(vector)
+        outer = self.preconditioner
+        return vector if outer is None else outer.whiten_adjoint(vector)
 
 
 class FactoredAction(AbstractProduct):

@@ -3,7 +3,8 @@
     log det A = log det P + tr log(P^(-1/2) A P^(-1/2)).
 
 The first term is exact, and the second is estimated: the closer P is to A, the smaller
-its variance, and the fewer Lanczos steps it needs.
+its variance, and the fewer Lanczos steps it needs. Any root W of `P = W W*` can take the
+place of P^(1/2): `W^-1 A W^-*` has the same eigenvalues.
 """
 
 import abc
@@ -164,13 +165,30 @@ class AbstractPreconditioner(AbstractPreconditioning):
 
         **Arguments:**
 
-        - `exponent`: p, -1/2 in a log-determinant.
+        - `exponent`: p: -1 in a solve, and -1/2 in a log-determinant.
         - `x`: a flat vector, shape `(n,)`, or several as columns, shape `(n, k)`.
 
         **Returns:**
 
         An array of the shape and dtype of `x`.
         """
+
+    def whiten(self, x: Inexact[Array, " n *k"]) -> Inexact[Array, " n *k"]:
+        """$W^{-1} x$ for a root W of P, $P = W W^*$; by default $P^{-1/2} x$.
+
+        **Arguments:**
+
+        - `x`: as for `power`.
+
+        **Returns:**
+
+        An array of the shape and dtype of `x`.
+        """
+        return self.power(-0.5, x)
+
+    def whiten_adjoint(self, x: Inexact[Array, " n *k"]) -> Inexact[Array, " n *k"]:
+        """$W^{-*} x$ for the root of `whiten`; by default $P^{-1/2} x$."""
+        return self.power(-0.5, x)
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
         """The diagonal of $P^p$, by default from `power` of n unit vectors in turn.
@@ -232,7 +250,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
         return value
 
     def apply_to(self, operator: FlatOperator) -> FlatOperator:
-        """$P^{-1/2} A P^{-1/2}$.
+        """$W^{-1} A W^{-*}$ for the root of `whiten`; by default $P^{-1/2} A P^{-1/2}$.
 
         **Arguments:**
 
@@ -256,14 +274,15 @@ def check_size(preconditioner: AbstractPreconditioner, n: int) -> None:
 
 
 class Congruence(eqx.Module):
-    """`P^(-1/2) A P^(-1/2)`, for each of `stacked` operators whose images `fn` joins."""
+    """`W^-1 A W^-*` for `P = W W*`, for each of `stacked` operators whose images `fn`
+    joins."""
 
     fn: Callable[[Array], Array]
     preconditioner: AbstractPreconditioner
     stacked: int = eqx.field(static=True, default=1)
 
     def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
-        half = self.preconditioner.power
+        outer = self.preconditioner
         with standard_promotion():
-            images = jnp.split(self.fn(half(-0.5, vector)), self.stacked)
-            return jnp.concatenate([half(-0.5, image) for image in images])
+            images = jnp.split(self.fn(outer.whiten_adjoint(vector)), self.stacked)
+            return jnp.concatenate([outer.whiten(image) for image in images])

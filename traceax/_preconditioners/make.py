@@ -4,6 +4,9 @@ With an orthonormal basis Q, `A_hat` is the Nystrom approximation of `A - sigma 
 
     A_hat = Y (Q* Y)^-1 Y* = U Lambda U*,    Y = A Q - sigma Q.
 
+For a vector of shifts d, this is done for `S^-1 A S^-1` with `S = diag(d)^(1/2)` and
+sigma = 1, for the same number of matvecs.
+
 The basis spans random directions (Frangella, Tropp and Udell, Randomized Nystrom
 preconditioning, 2023), or the unit vectors of the pivots that a partial Cholesky
 factorisation with complete pivoting chooses (Harbrecht, Peters and Schneider, 2012).
@@ -12,15 +15,13 @@ In the code: Q is `basis`, `A Q` is `products`, sigma is `shift`, U is `vectors`
 Lambda is `values`.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Scalar
 
 from .._core.arithmetic import full_precision
-from .._core.checks import check_key, check_positive, real_scalar
+from .._core.checks import check_key, check_positive
 from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, NormalSampler
@@ -32,7 +33,9 @@ from .._operators.door import enter
 from .._operators.tags import sign_of
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
+from .diagonal import DiagonalPreconditioner
 from .low_rank import Preconditioner
+from .scaled import checked_shift, ScaledPreconditioner
 
 
 # The index of the first probe of a preconditioner. An estimate that is given the same key
@@ -51,17 +54,6 @@ def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
             "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
         )
     return rank
-
-
-def _checked_shift(shift: Scalar | float | None) -> Scalar | None:
-    """Return the shift as an array, so that another number does not compile anew. Raise
-    if it is negative or infinite; an array is not checked, and so stays on its device."""
-    if shift is None:
-        return None
-    scalar = real_scalar("shift", shift)
-    if not isinstance(shift, jax.Array) and not 0 <= float(shift) < math.inf:
-        raise ValueError(f"`shift` must be finite, 0 or more. Found {shift!r}.")
-    return scalar
 
 
 def assemble(
@@ -130,10 +122,10 @@ def nystrom_preconditioner(
     rank: int,
     *,
     key: PRNGKeyArray,
-    shift: Scalar | float | None = None,
+    shift: PyTree[Array | float] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Preconditioner:
+) -> Preconditioner | ScaledPreconditioner:
     """A [`traceax.Preconditioner`][] from a randomised Nystrom approximation.
 
     !!! Example
@@ -164,7 +156,10 @@ def nystrom_preconditioner(
     - `shift`: a real scalar close to the smallest eigenvalues, such as the noise variance
         of a Gaussian process. It is subtracted before the approximation and added after
         it. The closer it is, the better the preconditioner. `None` estimates it from the
-        sketch. It is constant to derivatives.
+        sketch. Where each observation has a noise variance of its own, pass them all: a
+        vector d of the operator's structure, with positive entries. A is then
+        approximated in the scale in which they are equal, $P = \\hat A +
+        \\mathrm{diag}(d)$. It is constant to derivatives.
     - `execution`: where matvecs are made, and how many at a time.
     - `throw`: as in [`traceax.trace`][].
 
@@ -172,11 +167,12 @@ def nystrom_preconditioner(
 
     A `Preconditioner`, from r matvecs, all at once, and `O(n r^2)` operations. Several
     arrays of r vectors of length n are in memory while it is made, and one afterwards.
+    For a vector of shifts a [`traceax.ScaledPreconditioner`][] with it inside.
 
     **Raises:**
 
     - `ValueError`: the tag is missing, `rank` is below 1, or `shift` is negative or
-        infinite.
+        infinite, or of another structure than vectors.
     - `TypeError`: `rank` is not a Python integer, `shift` not a real number, `operator`
         not an operator, or `key` not a key.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite.
@@ -196,23 +192,26 @@ def nystrom_preconditioner(
         ```
     """
     check_key(key)
-    rank, shift = _checked_rank(operator, rank), _checked_shift(shift)
-    return call(
+    rank, entered = _checked_rank(operator, rank), enter(operator)
+    shift, scaling = checked_shift(shift, entered.structure)
+    made = call(
         _nystrom,
-        enter(operator),
-        operator.in_structure(),
+        entered,
+        entered.structure,
         rank,
         key,
         shift,
+        scaling,
         execution,
         name="nystrom_preconditioner",
         execution=execution,
         throw=throw,
     )
+    return made if scaling is None else ScaledPreconditioner(made, scaling)
 
 
-def _nystrom(opened, structure, rank, key, shift, execution) -> Preconditioner:
-    flat = opened[0].frozen
+def _nystrom(opened, structure, rank, key, shift, scaling, execution) -> Preconditioner:
+    flat = _scaled(opened[0].frozen, scaling)
     probes = draw_for(flat, NormalSampler(), key, FIRST_PROBE + jnp.arange(rank))
     with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
         basis, _, _ = orthonormalise(probes)
@@ -226,14 +225,19 @@ def _nystrom(opened, structure, rank, key, shift, execution) -> Preconditioner:
         )
 
 
+def _scaled(flat: FlatOperator, scaling: DiagonalPreconditioner | None) -> FlatOperator:
+    """The operator in the scale in which all shifts are equal."""
+    return flat if scaling is None else scaling.apply_to(flat)
+
+
 def pivoted_cholesky_preconditioner(
     operator: lx.AbstractLinearOperator,
     rank: int,
     *,
-    shift: Scalar | float | None = None,
+    shift: PyTree[Array | float] | None = None,
     diagonal: Inexact[Array, " n"] | None = None,
     throw: bool = True,
-) -> Preconditioner:
+) -> Preconditioner | ScaledPreconditioner:
     """A [`traceax.Preconditioner`][] from a partial Cholesky factorisation with complete
     pivoting. It needs the diagonal of the operator, and no randomness.
 
@@ -273,12 +277,14 @@ def pivoted_cholesky_preconditioner(
 
     A `Preconditioner`, from r matvecs, one after another, and `O(n r^2)` operations.
     Three arrays of r vectors of length n are in memory while pivots are chosen, several
-    at the end, and one afterwards.
+    at the end, and one afterwards. For a vector of shifts a
+    [`traceax.ScaledPreconditioner`][] with it inside.
 
     **Raises:**
 
     - `ValueError`: `diagonal` is missing and lineax does not know it, or has another
-        shape; the tag is missing; `rank` is below 1; `shift` is negative or infinite.
+        shape; the tag is missing; `rank` is below 1; `shift` is negative or infinite, or
+        of another structure than vectors.
     - `TypeError`: `rank` is not a Python integer, `shift` not a real number, or
         `operator` not an operator.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite.
@@ -299,7 +305,8 @@ def pivoted_cholesky_preconditioner(
         ```
     """
     rank, n = _checked_rank(operator, rank), operator.in_size()
-    shift = _checked_shift(shift)
+    entered = enter(operator)
+    shift, scaling = checked_shift(shift, entered.structure)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
             "`diagonal` is missing, and lineax does not know it for an operator of type "
@@ -311,24 +318,30 @@ def pivoted_cholesky_preconditioner(
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."
         )
-    return call(
+    made = call(
         _pivoted_cholesky,
-        enter(operator),
-        operator.in_structure(),
+        entered,
+        entered.structure,
         rank,
         shift,
+        scaling,
         diagonal,
         name="pivoted_cholesky_preconditioner",
         execution=Local(),
         throw=throw,
     )
+    return made if scaling is None else ScaledPreconditioner(made, scaling)
 
 
-def _pivoted_cholesky(opened, structure, rank, shift, diagonal) -> Preconditioner:
+def _pivoted_cholesky(
+    opened, structure, rank, shift, scaling, diagonal
+) -> Preconditioner:
     flat, facts = opened
-    flat, n = flat.frozen, flat.size
+    flat, n = _scaled(flat.frozen, scaling), flat.size
     if diagonal is None:
         diagonal = facts.diagonal
+    if scaling is not None:
+        diagonal = diagonal / scaling.entries
     start = jax.lax.stop_gradient(diagonal.real).astype(jnp.finfo(flat.dtype).dtype)
 
     def step(i, state):
