@@ -194,7 +194,7 @@ def nystrom_preconditioner(
     check_key(key)
     rank, entered = _checked_rank(operator, rank), enter(operator)
     shift, scaling = checked_shift(shift, entered.structure)
-    made = call(
+    preconditioner = call(
         _nystrom,
         entered,
         entered.structure,
@@ -207,7 +207,9 @@ def nystrom_preconditioner(
         execution=execution,
         throw=throw,
     )
-    return made if scaling is None else ScaledPreconditioner(made, scaling)
+    if scaling is not None:
+        return ScaledPreconditioner(preconditioner, scaling)
+    return preconditioner
 
 
 def _nystrom(opened, structure, rank, key, shift, scaling, execution) -> Preconditioner:
@@ -318,7 +320,7 @@ def pivoted_cholesky_preconditioner(
         raise ValueError(
             f"`diagonal` must have the shape ({n},). Found {diagonal.shape}."
         )
-    made = call(
+    preconditioner = call(
         _pivoted_cholesky,
         entered,
         entered.structure,
@@ -330,7 +332,9 @@ def pivoted_cholesky_preconditioner(
         execution=Local(),
         throw=throw,
     )
-    return made if scaling is None else ScaledPreconditioner(made, scaling)
+    if scaling is not None:
+        return ScaledPreconditioner(preconditioner, scaling)
+    return preconditioner
 
 
 def _pivoted_cholesky(
