@@ -94,6 +94,18 @@ def test_signs_of_sums(dtype):
         assert symmetry_of(operator) == (True, sign, ()), operator
 
 
+def test_signs_on_trees():
+    """A curvature matrix with a ridge, and with one for each layer."""
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    curvature = tx.ggn(lambda p: p["w"].sum(0) + p["b"], lambda y: jnp.sum(y**2), params)
+    ridge = 0.1 * lx.IdentityLinearOperator(curvature.in_structure())
+    assert symmetry_of(curvature + ridge).sign == 1
+    for scale, sign in ((0.1, 1), (-0.1, 0)):
+        layers = {"w": 0.2 * params["w"], "b": scale * params["b"]}
+        each = lx.DiagonalLinearOperator(layers)
+        assert symmetry_of(curvature + each).sign == sign
+
+
 def test_complex_entries_are_not_hermitian():
     psd, plain, one = operators(np.complex128)
     lossy = diagonal(NOISE + 1j, np.complex128)
