@@ -253,7 +253,7 @@ class Multiple(tx.AbstractPreconditioner):
         (lambda: nystrom(-1.0), ValueError, "`shift` must be finite, 0 or more"),
         (lambda: nystrom(np.inf), ValueError, "`shift` must be finite"),
         (lambda: nystrom(np.nan), ValueError, "`shift` must be a number"),
-        (lambda: nystrom(jnp.ones(1)), TypeError, "`shift` must be a real number"),
+        (lambda: nystrom(jnp.ones(1)), ValueError, "`shift` must be a scalar, or"),
         (lambda: nystrom("0.1"), TypeError, "`shift` must be a real number"),
     ],
 )

@@ -78,7 +78,7 @@ def jacobi_preconditioner(
             entries=_positive_entries(
                 solution.value, solution.std_err, operator.in_structure()
             ),
-            template=operator.in_structure(),
+            template=lx.IdentityLinearOperator(operator.in_structure()),
             num_matvecs=solution.stats["num_matvecs"],
         )
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree, Real, Scalar
 
@@ -169,5 +170,6 @@ def checked_shift(
             raise ValueError("`shift` must have positive, finite entries. Found others.")
     dtype = jnp.finfo(jnp.result_type(*jax.tree.leaves(structure), jnp.float32)).dtype
     entries = jax.lax.stop_gradient(to_flat(jax.device_put(shift), dtype))
-    scaling = DiagonalPreconditioner(entries=entries, template=structure, num_matvecs=0)
+    template = lx.IdentityLinearOperator(structure)
+    scaling = DiagonalPreconditioner(entries=entries, template=template, num_matvecs=0)
     return jnp.ones((), dtype), scaling
