@@ -10,32 +10,31 @@ from .base import AbstractPreconditioner
 
 class DiagonalPreconditioner(AbstractPreconditioner):
     """A diagonal P: for [`traceax.logdet`][] and, through `inverse`, for `lineax.CG`.
-        [`traceax.jacobi_preconditioner`][] makes one. It is constant to all derivatives.
+    [`traceax.jacobi_preconditioner`][] makes one. It is constant to all derivatives.
 
-        !!! Example
+    !!! Example
 
-            ```python
-            import jax
-            import jax.numpy as jnp
-    import lineax as lx
-            import lineax as lx
-            import traceax as tx
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
 
-            matrix = jnp.diag(jnp.linspace(1.0, 1e4, 300)) + 0.1
-            operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-            jacobi = tx.jacobi_preconditioner(operator, k=1)
-            key = jax.random.key(0)
-            solution = tx.logdet(operator, k=10, key=key, preconditioner=jacobi)
-            print(solution.value, "+-", solution.std_err)
-            ```
+        matrix = jnp.diag(jnp.linspace(1.0, 1e4, 300)) + 0.1
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        jacobi = tx.jacobi_preconditioner(operator, k=1)
+        key = jax.random.key(0)
+        solution = tx.logdet(operator, k=10, key=key, preconditioner=jacobi)
+        print(solution.value, "+-", solution.std_err)
+        ```
 
-        **Attributes:**
+    **Attributes:**
 
-        - `entries`: the diagonal of P, positive, shape `(n,)`.
-        - `template`: a `lineax.IdentityLinearOperator` on the vectors that A applies to.
-        - `num_matvecs`: the number of matvecs that it was made from.
+    - `entries`: the diagonal of P, positive, shape `(n,)`.
+    - `template`: a `lineax.IdentityLinearOperator` on the vectors that A applies to.
+    - `num_matvecs`: the number of matvecs that it was made from.
 
-        A power of P takes n operations for each vector, and P holds one vector of length n.
+    A power of P takes n operations for each vector, and P holds one vector of length n.
     """
 
     entries: Real[Array, " n"]

@@ -193,7 +193,7 @@ def nystrom_preconditioner(
     """
     check_key(key)
     rank, entered = _checked_rank(operator, rank), enter(operator)
-    shift, scaling = checked_shift(shift, entered.structure)
+    shift, scaling = checked_shift(shift, entered)
     preconditioner = call(
         _nystrom,
         entered,
@@ -308,7 +308,7 @@ def pivoted_cholesky_preconditioner(
     """
     rank, n = _checked_rank(operator, rank), operator.in_size()
     entered = enter(operator)
-    shift, scaling = checked_shift(shift, entered.structure)
+    shift, scaling = checked_shift(shift, entered)
     if diagonal is None and diagonal_cost(operator) > 0:
         raise ValueError(
             "`diagonal` is missing, and lineax does not know it for an operator of type "

@@ -19,6 +19,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real, Scalar
 
 from .._core.checks import real_scalar
 from .._core.flat import FlatOperator, freeze, to_flat
+from .._operators.door import EnteredOperator
 from .._run.execution import AbstractExecution
 from .base import AbstractPreconditioner
 from .diagonal import DiagonalPreconditioner
@@ -141,16 +142,17 @@ class ScaledPreconditioner(AbstractPreconditioner):
 
 
 def checked_shift(
-    shift: PyTree[Array | float] | None, structure: PyTree[jax.ShapeDtypeStruct]
+    shift: PyTree[Array | float] | None, operator: EnteredOperator
 ) -> tuple[Scalar | None, DiagonalPreconditioner | None]:
-    """The argument `shift` of a preconditioner for vectors of this structure: a scalar
-    for the scaled operator, and the scaling for a vector of shifts.
+    """The argument `shift` of a preconditioner: a scalar for the scaled operator, and the
+    scaling, which is None unless the shift is a vector.
 
     Numbers and NumPy arrays must be finite, and not negative (a vector of them positive).
     JAX arrays are not looked at, and so stay on their device."""
     if shift is None:
         return None, None
     leaves, treedef = jax.tree.flatten(shift)
+    structure = operator.structure
     if jax.tree.structure(0) == treedef and not getattr(shift, "ndim", 0):
         scalar = real_scalar("shift", shift)
         if not isinstance(shift, jax.Array) and not 0 <= float(shift) < math.inf:
@@ -168,7 +170,7 @@ def checked_shift(
     for leaf in leaves:
         if isinstance(leaf, np.ndarray) and not np.all((leaf > 0) & np.isfinite(leaf)):
             raise ValueError("`shift` must have positive, finite entries. Found others.")
-    dtype = jnp.finfo(jnp.result_type(*jax.tree.leaves(structure), jnp.float32)).dtype
+    dtype = jnp.finfo(operator.flat.dtype).dtype
     entries = jax.lax.stop_gradient(to_flat(jax.device_put(shift), dtype))
     template = lx.IdentityLinearOperator(structure)
     scaling = DiagonalPreconditioner(entries=entries, template=template, num_matvecs=0)
