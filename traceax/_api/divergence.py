@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, DTypeLike, Inexact, PRNGKeyArray, PyTree
 
-from .._core.arithmetic import complex_dtype
 from .._core.checks import check_point
+from .._core.flat import as_complex
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator
 from .._estimators.hutchinson import HutchinsonEstimator
@@ -112,7 +112,7 @@ def divergence(
         )
     vectors, is_complex = structure, image != structure
     if is_complex:
-        vectors = jax.tree.map(_as_complex, structure)
+        vectors = as_complex(structure)
 
     # The evaluation above is shared by all matvecs: a Jacobian operator of `fn` would
     # repeat it.
@@ -144,16 +144,12 @@ def _structure(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _as_complex(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype))
-
-
 def _fits(image: PyTree, structure: PyTree) -> bool:
     """Whether the image has the shapes of a structure, and its dtypes or complex ones."""
     if jax.tree.structure(image) != jax.tree.structure(structure):
         return False
     pairs = zip(jax.tree.leaves(image), jax.tree.leaves(structure), strict=True)
-    return all(y in (x, _as_complex(x)) for y, x in pairs)
+    return all(y in (x, as_complex(x)) for y, x in pairs)
 
 
 def _cast(vector: Array, dtype: DTypeLike) -> Array:

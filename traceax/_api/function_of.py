@@ -10,15 +10,16 @@ With the basis V and the tridiagonal T of `num_steps` Lanczos steps from v, a ma
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import lineax as lx
 
+from .._core.flat import as_complex
 from .._functions.action import Action
 from .._functions.base import check_of_eigenvalues
 from .._operators.checks import check_hermitian, check_is_operator
 from .._operators.door import flatten, unflatten
-from .._operators.tags import hermitian_tag
+from .._operators.tags import hermitian_tag, is_complex
 from .._quadrature.callables import as_spectral_function
+from .._quadrature.domain import is_complex_on_reals
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.steps import AdaptiveSteps, check_steps
 
@@ -63,7 +64,9 @@ def function_of(
 
     A `lineax.FunctionLinearOperator` of the structure of `operator`, tagged symmetric,
     or `traceax.hermitian_tag` if complex, and positive semidefinite if $f \\ge 0$ on its
-    domain. One matvec costs `num_steps` matvecs with `operator`, and as many vectors of
+    domain. If the values of f are complex, as those of `Exp(-1j * t)`, it is an operator
+    on complex vectors without a tag, and for a real `operator` takes twice as many
+    matvecs. One matvec costs `num_steps` matvecs with `operator`, and as many vectors of
     memory; with adaptive steps up to a third more matvecs than it needs, and `max_steps`
     vectors.
 
@@ -103,15 +106,17 @@ def function_of(
     flat = flatten(operator)
     function = as_spectral_function(function, flat.dtype)
     check_of_eigenvalues(function)
-    real = not jnp.issubdtype(flat.dtype, jnp.complexfloating)
-    tags = [lx.symmetric_tag if real else hermitian_tag]
+    structure = operator.in_structure()
+    tags = [hermitian_tag if is_complex(operator) else lx.symmetric_tag]
+    if is_complex_on_reals(function, flat.dtype):
+        flat, structure, tags = flat.complexified, as_complex(structure), []
     if function.nonnegative:
         tags.append(lx.positive_semidefinite_tag)
     most = num_steps.most if isinstance(num_steps, AdaptiveSteps) else num_steps
     action = Action(operator=flat, function=function, most=most, steps=num_steps)
     return unflatten(
         action,
-        structure=operator.in_structure(),
+        structure=structure,
         dtype=flat.dtype,
         tags=frozenset(tags),
     )

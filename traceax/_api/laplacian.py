@@ -88,9 +88,8 @@ def laplacian(
     - `fn`: a function to a real or complex scalar, twice differentiable in forward mode
         and once in reverse mode. Loops are differentiated as a whole, by nested
         derivatives; reverse mode needs a `jax.lax.scan`, or a `jax.lax.fori_loop` of
-        known length. For a
-        `jax.custom_vjp`, which has no forward mode, take [`traceax.trace`][] of
-        [`traceax.hessian`][].
+        known length. For a `jax.custom_vjp`, which has no forward mode, take
+        [`traceax.trace`][] of [`traceax.hessian`][].
     - `x`: the point, a PyTree of n real floating-point numbers in all.
     - `k`: the number of random directions, which are vectors of signs. With `k >= n`,
         and by default, the n unit vectors are taken, and the Laplacian is exact. Or
@@ -101,9 +100,9 @@ def laplacian(
     **Returns:**
 
     `fn(x)`; its gradient, of the structure of `x`, complex where `fn(x)` is; and a
-    [`traceax.Solution`][] whose `value` is the Laplacian. `stats["num_matvecs"]` is the number of directions.
-    Estimates are unbiased, and so are their derivatives. If `std_err` or
-    `stats["samples"]` is used, each direction is also carried by itself, which doubles
+    [`traceax.Solution`][] whose `value` is the Laplacian. `stats["num_matvecs"]` is the
+    number of directions. Estimates are unbiased, and so are their derivatives. If
+    `std_err` or `stats["samples"]` is used, each direction is also carried by itself, which doubles
     the cost; `jax.jit` removes this work if both are unused. For other estimators take
     [`traceax.trace`][] of [`traceax.hessian`][].
 

@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, PyTree
 
 from .results import failure, RESULTS
 
+from .arithmetic import complex_dtype
+
 
 @contextlib.contextmanager
 def explain_missing_adjoint() -> Iterator[None]:
@@ -109,6 +111,15 @@ class FlatOperator(eqx.Module):
         """-A."""
         return dataclasses.replace(self, fn=_Negated(self.fn), sign=-self.sign)
 
+    @property
+    def complexified(self) -> "FlatOperator":
+        """The operator on complex vectors. For a real one a matvec takes two."""
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            return self
+        dtype, precision = map(complex_dtype, (self.dtype, self.precision))
+        fn = _Complexified(self)
+        return dataclasses.replace(self, fn=fn, dtype=dtype, precision=precision)
+
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """A v for a flat vector v, of shape `(n,)`."""
         return self._apply_in_range(self.fn, vector)
@@ -150,11 +161,27 @@ class FlatOperator(eqx.Module):
         return scale * fn(vector / scale)
 
 
+class _Complexified(eqx.Module):
+    operator: FlatOperator
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        return self.operator.mv(vector.real) + 1j * self.operator.mv(vector.imag)
+
+
 class _Negated(eqx.Module):
     fn: Callable[[Array], Array]
 
     def __call__(self, vector: Array) -> Array:
         return -self.fn(vector)
+
+
+def as_complex(structure: PyTree[jax.ShapeDtypeStruct]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The same shapes in complex dtypes of the same precision."""
+
+    def convert(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype))
+
+    return jax.tree.map(convert, structure)
 
 
 def freeze(tree: PyTree) -> PyTree:

@@ -74,22 +74,24 @@ class Action(eqx.Module):
         """`f(A) v`, with the derivative and the transpose of a linear map of v.
 
         Lanczos is linear in v only to its accuracy. The derivative of its recurrence
-        would lose all digits once Ritz values converge, so it is not used. As f(A) is
-        Hermitian, its transpose is its complex conjugate."""
+        would lose all digits once Ritz values converge, so it is not used. The transpose
+        of f(A) is the complex conjugate of its adjoint."""
 
-        def conjugate(_, v):
-            return self.matvec(v.conj()).conj()
+        def transposed(_, v):
+            return self.matvec(v.conj(), conjugate=True).conj()
 
         # A "solve" with the identity declares a linear map with a transpose of its own.
         return jax.lax.custom_linear_solve(
-            lambda v: v, vector, lambda _, v: self.matvec(v), conjugate
+            lambda v: v, vector, lambda _, v: self.matvec(v), transposed
         )
 
-    def matvec(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """`f(A) v`, without rules for derivatives."""
+    def matvec(
+        self, vector: Inexact[Array, " n"], *, conjugate: bool = False
+    ) -> Inexact[Array, " n"]:
+        """`f(A) v`, or `f(A)* v`, without rules for derivatives."""
         state, steps, converged = self.advanced(vector)
         run, nodes, vectors = self.read(state, steps)
-        product = self.evaluate(run, nodes, vectors)
+        product = self.evaluate(run, nodes, vectors, conjugate=conjugate)
         return jnp.where(converged, product, jnp.nan)
 
     def evaluate(
@@ -97,12 +99,15 @@ class Action(eqx.Module):
         run: LanczosDecomposition,
         nodes: Real[Array, " s"],
         vectors: Real[Array, "s s"],
+        *,
+        conjugate: bool = False,
     ) -> Inexact[Array, " n"]:
-        """`f(A) v` from a run, or NaN where a Ritz value is outside the domain."""
+        """`f(A) v` from a run, or `f(A)* v`, or NaN where a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
         ends = jnp.stack([nodes[0], nodes[-1]])
         outside = leaves_domain(self.function, self.operator, ends, jnp.sum(values))
         values = jnp.where(outside, jnp.nan, values)
+        values = values.conj() if conjugate else values
         # For the zero vector there is no Krylov space, and f(0) may be infinite.
         first = jnp.where(run.norm > 0, apply_to_first(nodes, vectors, values), 0)
         return run.norm * jnp.matmul(first, run.basis, precision="highest")
@@ -181,7 +186,7 @@ class Action(eqx.Module):
         nodes: Real[Array, " s"],
         vectors: Real[Array, "s s"],
         hidden: float,
-    ) -> tuple[Real[Array, "r q"], Real[Array, "2 q"], Real[Array, "2"]]:
+    ) -> tuple[Inexact[Array, "r q"], Inexact[Array, "2 q"], Inexact[Array, "2"]]:
         """Changes of `f(T) e_1` that estimate the errors of a run. They have one entry
         more than the run, along v_(s+1). `hidden` is explained in `lower_end`.
 
@@ -238,7 +243,7 @@ class Action(eqx.Module):
         )
 
         unknown = (edge > 0) & (lower <= floor) & f.singular_at_zero
-        change = f(jnp.maximum(jnp.stack([floor, nodes[0]]), floor))
+        change = f(jnp.maximum(jnp.stack([floor, nodes[0]]), floor)).real
         down = jnp.stack([change[0] < change[1], change[0] >= change[1]])
         beyond = jnp.where(unknown & down, jnp.inf, 0).astype(edge.dtype)
         return truncated, rounded, beyond
@@ -291,7 +296,7 @@ class Action(eqx.Module):
 
     def differences(
         self, nodes: Real[Array, " s"], others: Real[Array, " s"]
-    ) -> Real[Array, "s s"]:
+    ) -> Inexact[Array, "s s"]:
         """Divided differences of f between the nodes of two runs."""
         f, eps = self.function, self.operator.eps
         # Each run has its own largest node, to which rounding is relative.
@@ -323,9 +328,11 @@ class Action(eqx.Module):
             return jnp.zeros_like(products).at[0].set(total)
 
         def backward(_, cotangents):
-            # The transpose of a Hermitian map is its conjugate, as in `linear_map`.
+            # The transpose is the conjugate of the adjoint, as in `linear_map`.
             run, others, vectors = self.run(cotangents[0].conj())
-            values = self.differences(others, nodes) * vectors[0][:, None] * weights
+            values = (
+                self.differences(others, nodes).conj() * vectors[0][:, None] * weights
+            )
             first = jnp.matmul(vectors, values, precision="highest").T
             return run.norm * jnp.matmul(first, run.basis, precision="highest").conj()
 

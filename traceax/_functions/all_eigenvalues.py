@@ -91,18 +91,18 @@ def exact_trace_of_function(
     )
     lost |= tagged_wrongly
     result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
-    extra = entries_without_probes(value, extremes)
+    extra = entries_without_probes(value.real, extremes)
     if isinstance(function, SingularLog):
         extra["sign"] = determinant_sign(matrix)
-    bounds = bounds_around(value, change)
-    # L = f'(A), or U f'(S) V* for functions of singular values.
-    left = left * subgradients_at(function, nodes, operator.eps)
+    bounds = bounds_around(value.real, change)
+    # L = f'(A)*, or U f'(S) V* for functions of singular values.
+    left = left * subgradients_at(function, nodes, operator.eps).conj()
     left = jnp.matmul(left, right, precision="highest")
     frame = gradient.frame(function, left, eye, eye)
     value = attach(operator, value, frame, execution=execution)
     return Estimate(
         value=value,
-        std_err=jnp.zeros_like(value),
+        std_err=jnp.zeros_like(value.real),
         samples=value[None],
         num_matvecs=operator.size,
         rounding=0.0,
@@ -183,7 +183,7 @@ def _near_zero(
     at: Callable[[Array], Array],
     nodes: Real[Array, " n"],
     error: Real[Array, ""],
-) -> tuple[Real[Array, " n"], Bool[Array, " n"], Real[Array, ""]]:
+) -> tuple[Inexact[Array, " n"], Bool[Array, " n"], Inexact[Array, ""]]:
     """Values at the nodes, corrected near zero for a function whose domain ends there;
     the nodes near zero whose errors all have one sign; and the bias of the sum that these
     errors make.
@@ -219,10 +219,10 @@ def _near_zero(
 
 def _rounding(
     nodes: Real[Array, " n"],
-    values: Real[Array, " n"],
-    slopes: Real[Array, " n"],
+    values: Inexact[Array, " n"],
+    slopes: Inexact[Array, " n"],
     error: Real[Array, ""],
-    shifts: Real[Array, " n"],
+    shifts: Inexact[Array, " n"],
     bias: Real[Array, ""],
 ) -> tuple[Real[Array, ""], Bool[Array, ""]]:
     """How far rounding may move the sum of `values`, and whether it reaches the second

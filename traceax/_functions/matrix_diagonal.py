@@ -105,7 +105,7 @@ def _mean(squares: Real[Array, "m n"], values: Real[Array, " n"]) -> Real[Array,
 def _compressed(matrix, arrays, nodes, vectors, *, static, eps) -> Any:
     """`U* f(A) U` for the eigenvectors U, which are constant to its derivative."""
     values = values_at(eqx.combine(arrays, static), nodes, eps)
-    return jnp.diag(values).astype(matrix.dtype)
+    return jnp.diag(values).astype(jnp.result_type(values, matrix))
 
 
 @_compressed.def_jvp

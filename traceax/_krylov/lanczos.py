@@ -213,7 +213,7 @@ class Lanczos(AbstractKrylovMethod):
         return QuadraticForm(
             value=square * value,
             deviation=run.norm * deviation_of(vectors[0], values, value),
-            left=run.norm * combine_ritz_vectors(left, vectors.T, run.basis),
+            left=run.norm * combine_ritz_vectors(left.conj(), vectors.T, run.basis),
             right=run.norm * combine_ritz_vectors(right, vectors.T, run.basis),
             residual=residual,
             bracket=square * bracket,

@@ -14,7 +14,7 @@ documentation derives the use of F for quadratic forms.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Real
+from jaxtyping import Array, Inexact, Int, Real
 
 from .dense import diagonal
 
@@ -27,8 +27,8 @@ _UPPER_PREFERENCE = 1e-3
 
 
 def divided_differences(
-    nodes: Real[Array, " s"], values: Real[Array, " s"], slopes: Real[Array, " s"]
-) -> Real[Array, "s s"]:
+    nodes: Real[Array, " s"], values: Inexact[Array, " s"], slopes: Inexact[Array, " s"]
+) -> Inexact[Array, "s s"]:
     """F, from f and f' at the nodes. The mean of the two slopes replaces the quotient
     where it is more accurate."""
     # Let f vary on the scale L, and let h be the gap. Cancellation gives the quotient an
@@ -45,9 +45,10 @@ def divided_differences(
 
 
 def few_pairs(
-    differences: Real[Array, "s s"], weights: Real[Array, " s"], count: int
-) -> tuple[Real[Array, "r s"], Real[Array, "r s"]]:
-    """L and R with `count` rows and `L^T R ~ weights_i differences_ij weights_j`.
+    differences: Inexact[Array, "s s"], weights: Real[Array, " s"], count: int
+) -> tuple[Inexact[Array, "r s"], Real[Array, "r s"]]:
+    """L and R with `count` rows and `L^T R ~ weights_i differences_ij weights_j`, or with
+    twice as many where the differences are complex: R is real.
 
     All but the last pair of rows are a cross approximation: elimination with the largest
     pivot of the remainder (Bebendorf, Numer. Math. 86, 2000). It is nearly the best one,
@@ -56,6 +57,10 @@ def few_pairs(
     weights_j`. In the mean over a random start vector only the diagonal counts, so the
     number of rows affects the variance alone.
     """
+    if jnp.iscomplexobj(differences):
+        parts = differences.real, differences.imag
+        (left, right), others = (few_pairs(x, weights, count) for x in parts)
+        return jnp.concatenate([left, 1j * others[0]]), jnp.append(right, others[1], 0)
     size = jnp.abs(weights)
     preference = 1 + _UPPER_PREFERENCE * jnp.triu(jnp.ones_like(differences), 1)
 

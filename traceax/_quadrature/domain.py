@@ -8,8 +8,10 @@ docs/devdocs/quadrature.md ("The end point by default") has the measurements.
 
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, DTypeLike, Inexact, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
@@ -20,7 +22,7 @@ from .rules import roundoff
 
 def values_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
-) -> Real[Array, " s"]:
+) -> Inexact[Array, " s"]:
     """The function at Ritz values, which rounding may have moved out of its domain."""
     clipped = clip_to_domain(function, nodes, _smallest_resolved(nodes, eps))
     return mark_poles(function, nodes, function(clipped))
@@ -44,8 +46,8 @@ def clip_to_domain(
 def mark_poles(
     function: AbstractSpectralFunction,
     nodes: Real[Array, " s"],
-    values: Real[Array, " s"],
-) -> Real[Array, " s"]:
+    values: Inexact[Array, " s"],
+) -> Inexact[Array, " s"]:
     """The `values` at the nodes; for a function of which nothing is known, infinite at
     nodes that cannot be told from a pole at 0."""
     # These functions say what they are at 0, so they need no evaluation there.
@@ -69,9 +71,16 @@ def used_nodes(
     return jnp.where(weights > 0, nodes, largest)
 
 
+def is_complex_on_reals(function: AbstractSpectralFunction, dtype: DTypeLike) -> bool:
+    """Whether the function has complex values at eigenvalues of a Hermitian operator of
+    `dtype`."""
+    node = jax.ShapeDtypeStruct((1,), jnp.finfo(dtype).dtype)
+    return jnp.iscomplexobj(eqx.filter_eval_shape(function, node))
+
+
 def slopes_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
-) -> Real[Array, " s"]:
+) -> Inexact[Array, " s"]:
     """The derivative of the function at Ritz values."""
     if not function.semidefinite_domain:
         return function.derivative(nodes)
@@ -82,7 +91,7 @@ def slopes_at(
 
 def subgradients_at(
     function: AbstractSpectralFunction, nodes: Real[Array, " s"], eps: float
-) -> Real[Array, " s"]:
+) -> Inexact[Array, " s"]:
     """The derivative of the function at singular values, or a subgradient where there is
     no derivative."""
     slopes = slopes_at(function, nodes, eps)

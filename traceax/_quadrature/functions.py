@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, DTypeLike, Inexact, Scalar
 
+from .._core.arithmetic import complex_dtype
 from .._core.checks import check_scalar, plain_integer
 from .._numerics.small_matrix import exponential, power, shifted_inverse
 from .base import AbstractSpectralFunction
@@ -66,16 +67,13 @@ class Inverse(AbstractSpectralFunction):
 
     **Attributes:**
 
-    - `shift`: s, a real number or array of shape `()`. Derivatives with respect to it
-        work. It may be complex for an operator of complex dtype without a Hermitian tag.
-        The real part of an array must be positive; where it is not, the result is NaN.
+    - `shift`: s, a number or array of shape `()`. Derivatives with respect to it work. It
+        may be complex for a Hermitian operator, or one of complex dtype. The real part of an array must be positive; where it is not, the result is NaN.
     """
 
     shift: Scalar | float
     _shifted: bool = eqx.field(static=True, init=False, repr=False)
     semidefinite_domain: ClassVar[bool] = True
-    bracketed: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = True
 
     def __init__(self, shift: Scalar | float = 0.0):
         """**Arguments:**
@@ -100,16 +98,25 @@ class Inverse(AbstractSpectralFunction):
     def singular_at_zero(self) -> bool:  # pyright: ignore
         return not self._shifted
 
+    @property
+    def bracketed(self) -> bool:  # pyright: ignore
+        return not jnp.iscomplexobj(self.shift)
+
+    @property
+    def nonnegative(self) -> bool:  # pyright: ignore
+        return not jnp.iscomplexobj(self.shift)
+
     def __call__(self, x):
         return 1 / (x + self._positive(x.dtype))
 
     def of_matrix(self, matrix):
+        _check_real("shift", self.shift, matrix.dtype)
         value = shifted_inverse(self._positive(matrix.dtype), matrix)
         return value, -jnp.matmul(value, value, precision="highest")
 
     def _positive(self, dtype: Any) -> Scalar:
         """The shift, as NaN where it is an array whose real part is not positive."""
-        shift = _parameter("shift", self.shift, dtype)
+        shift = _parameter(self.shift, dtype)
         return jnp.where(shift.real > 0, shift, jnp.nan) if self._shifted else shift
 
     @property
@@ -220,25 +227,30 @@ class Exp(AbstractSpectralFunction):
 
     **Attributes:**
 
-    - `scale`: s, a real number or array of shape `()`. Derivatives with respect to it
-        work. It may be complex for an operator of complex dtype without a Hermitian tag.
+    - `scale`: s, a number or array of shape `()`. Derivatives with respect to it work. It
+        may be complex for a Hermitian operator, or one of complex dtype. Of
+        $\\exp(-i t A)$, the evolution in time, the scale is `-1j * t`.
     """
 
     scale: Scalar | float = 1.0
     semidefinite_domain: ClassVar[bool] = False
     singular_at_zero: ClassVar[bool] = False
     bracketed: ClassVar[bool] = False
-    nonnegative: ClassVar[bool] = True
 
     def __check_init__(self):
         check_scalar("scale", self.scale, real=False)
 
+    @property
+    def nonnegative(self) -> bool:  # pyright: ignore
+        return not jnp.iscomplexobj(self.scale)
+
     def __call__(self, x):
-        return jnp.exp(_parameter("scale", self.scale, x.dtype) * x)
+        return jnp.exp(_parameter(self.scale, x.dtype) * x)
 
     def of_matrix(self, matrix):
+        _check_real("scale", self.scale, matrix.dtype)
         # Scaling and squaring is accurate where eigenvectors are ill conditioned.
-        scale = _parameter("scale", self.scale, matrix.dtype)
+        scale = _parameter(self.scale, matrix.dtype)
         value = exponential(scale, matrix)
         return value, scale * value
 
@@ -282,12 +294,18 @@ class Entropy(AbstractSpectralFunction):
         return -1 - jnp.log(x)
 
 
-def _parameter(name: str, value: Scalar | float, dtype: DTypeLike) -> Scalar:
-    """A parameter of a function, as an array of the `dtype` of its argument."""
+def _parameter(value: Scalar | float, dtype: DTypeLike) -> Scalar:
+    """A parameter of a function, as an array of the `dtype` of its argument, or of the
+    complex one."""
+    is_complex = jnp.iscomplexobj(value)
+    return jnp.asarray(value, complex_dtype(dtype) if is_complex else dtype)
+
+
+def _check_real(name: str, value: Scalar | float, dtype: DTypeLike) -> None:
+    """Raise for a complex parameter of a function of a real matrix."""
     if jnp.iscomplexobj(value) and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"`{name}` is complex, which needs an operator of complex dtype without a "
-            f"Hermitian tag. Found {value!r}, and {jnp.dtype(dtype).name} eigenvalues or "
-            "matrices. Convert the operator to a complex dtype, and remove its tag."
+            f"`{name}` is complex, which needs an operator of complex dtype, or one that "
+            f"is tagged as Hermitian. Found {value!r}, and a matrix of dtype "
+            f"{jnp.dtype(dtype).name}. Convert the operator to a complex dtype."
         )
-    return jnp.asarray(value, dtype)

@@ -26,8 +26,8 @@ class QuadraticForm(eqx.Module):
     - `deviation`: the root of the Gauss rule for `z* (f(A) - c)^2 z`, with c the mean of
         f in the rule of z. Its root mean square over z is about `||f(A) - c||_F`.
     - `left`, `right`: shapes `(r, m)` and `(r, n)`. Their rows L_j and R_j give
-        `sum_j Re(L_j* dA R_j)`, the derivative of the form in a direction dA, or a number
-        whose mean over z is the derivative of the mean.
+        `sum_j Re(L_j* dA R_j)`, the derivative of the form in a direction dA, for a
+        complex form the sum itself; or a number whose mean over z is the derivative of the mean.
     - `residual`: the residual norm of `A f'(A) z`, or for a function of singular values
         of `A* U f'(S) V* z`, relative to the norm of that vector. For the logarithm it is
         the residual of the solve `A x = z`.
@@ -72,7 +72,7 @@ class QuadraticForm(eqx.Module):
 
 def deviation_of(
     root_weights: Inexact[Array, " s"],
-    values: Real[Array, " s"],
+    values: Inexact[Array, " s"],
     mean: Inexact[Array, ""],
 ) -> Real[Array, ""]:
     """`QuadraticForm.deviation` of a unit vector, from a rule with this `mean`, and the
@@ -84,9 +84,9 @@ def deviation_of(
 def gauss_rule(
     weights: Real[Array, " s"],
     nodes: Real[Array, " s"],
-    values: Real[Array, " s"],
-    slopes: Real[Array, " s"],
-) -> tuple[Real[Array, ""], Real[Array, ""]]:
+    values: Inexact[Array, " s"],
+    slopes: Inexact[Array, " s"],
+) -> tuple[Inexact[Array, ""], Real[Array, ""]]:
     """The value of a quadrature rule, and the size that its rounding errors are relative
     to: the modulus of the value or, if larger, its change by a common relative change of
     all nodes."""
@@ -111,7 +111,7 @@ def spectral_range(
 
 
 def combine_ritz_vectors(
-    coefficients: Real[Array, "r s"],
+    coefficients: Inexact[Array, "r s"],
     vectors: Real[Array, "s s"],
     basis: Inexact[Array, "s n"],
 ) -> Inexact[Array, "r n"]:

@@ -14,7 +14,7 @@ docs/devdocs/quadrature.md ("Where a function is steep") has the measurements.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
@@ -37,9 +37,9 @@ def changes_under_shift(
     error: Real[Array, ""],
     function: AbstractSpectralFunction,
     nodes: Real[Array, " s"],
-    values: Real[Array, " s"],
+    values: Inexact[Array, " s"],
     eps: float,
-) -> tuple[Real[Array, " s"], Real[Array, " s"]]:
+) -> tuple[Inexact[Array, " s"], Inexact[Array, " s"]]:
     """How far a function with these `values` rises if the nodes grow by `error`, and how
     far it falls if they shrink by it. Singular values shrink to zero at most."""
     smaller = nodes - error
@@ -52,7 +52,7 @@ def unresolved_error(
     function: AbstractSpectralFunction,
     weights: Real[Array, " s"],
     nodes: Real[Array, " s"],
-    values: Real[Array, " s"],
+    values: Inexact[Array, " s"],
     eps: float,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, ""] | float:

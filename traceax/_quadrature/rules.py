@@ -151,10 +151,10 @@ def gauss_changes(
 
 
 def integrals(
-    values: Iterable[Real[Array, " q"]],
+    values: Iterable[Inexact[Array, " q"]],
     vectors: Inexact[Array, "r q q"],
     measured: Bool[Array, " w"],
-) -> Sequence[Real[Array, ""]]:
+) -> Sequence[Inexact[Array, ""]]:
     """For each matrix T of a stack, the sum of those of the first w diagonal entries of
     `f(T)` that are `measured`. `values` are those of f at the eigenvalues of each T, and
     `vectors` its eigenvectors."""
@@ -229,13 +229,13 @@ def comparison_nodes(
 
 def bracket_of(
     function: AbstractSpectralFunction,
-    value: Real[Array, ""],
-    others: Sequence[Real[Array, ""]],
+    value: Inexact[Array, ""],
+    others: Sequence[Inexact[Array, ""]],
     coupling: Inexact[Array, "b b"],
     degree: Int[Array, ""] | int,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of a quadratic form, which are estimates for a function that
+    """Lower and upper bound of (the real part of) a quadratic form, which are estimates for a function that
     is not `bracketed`.
 
     - `value`, `others`: the Gauss rule, and the rules of `comparison_rules`.
@@ -253,7 +253,7 @@ def bracket_of(
     if function.degree is not None:
         counted &= function.degree > degree
     error = clip_to_finite(jnp.max(jnp.where(counted, differences, 0)), factor)
-    low, high = value - error, value + error
+    low, high = value.real - error, value.real + error
     if function.nonnegative:
         low = jnp.maximum(low, jnp.minimum(value, 0))
     return jnp.stack([low, high])

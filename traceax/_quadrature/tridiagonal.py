@@ -188,7 +188,7 @@ def append_border(
 
 
 def apply_to_first(
-    nodes: Real[Array, " s"], vectors: Real[Array, "s s"], values: Real[Array, " s"]
-) -> Real[Array, " s"]:
+    nodes: Real[Array, " s"], vectors: Real[Array, "s s"], values: Inexact[Array, " s"]
+) -> Inexact[Array, " s"]:
     """`g(T) e_1` from the values of g at the nodes."""
     return jnp.matmul(vectors, values * vectors[0], precision="highest")
