@@ -18,7 +18,7 @@ import lineax as lx
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
-from .._core.checks import real_scalar
+from .._core.checks import check_instance, real_scalar
 from .._core.flat import FlatOperator
 from .._core.moments import LogMoments
 from .._core.quantity import AbstractQuantity, Trace
@@ -37,6 +37,7 @@ from .._krylov.lanczos import Lanczos
 from .._numerics.dense import eigh
 from .._operators.checks import check_hermitian
 from .._operators.door import enter, Facts
+from .._operators.tags import is_complex, is_hermitian
 from .._quadrature.quadratic_form import spectral_range
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
@@ -54,6 +55,7 @@ from .._run.steps import (
     Steps,
 )
 from .._run.stream import stream
+from .log_trace_exp_untagged import LogTraceExpUntagged
 
 
 class _LogTraceExp(AbstractTask):
@@ -280,8 +282,8 @@ def log_trace_exp(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Array]:
-    """Estimate $\\log \\mathrm{tr} \\exp(s A)$ for a Hermitian operator: the logarithm of
-    a partition function, or a smooth maximum of eigenvalues.
+    """Estimate $\\log \\mathrm{tr} \\exp(s A)$: the logarithm of a partition function or of
+    an Estrada index, or a smooth maximum of eigenvalues.
 
     Only differences from the largest exponent are exponentiated, so $s A$ may be of any
     size that the dtype can hold. `traceax.trace_of_function` with `Exp` overflows in
@@ -312,7 +314,9 @@ def log_trace_exp(
     **Arguments:**
 
     - `operator`: a Hermitian `lineax.AbstractLinearOperator`, tagged so, as for
-        [`traceax.trace_of_function`][].
+        [`traceax.trace_of_function`][]. Or a real one without a tag, with a positive
+        trace of the exponential, for which [`traceax.Arnoldi`][] takes the place of
+        Lanczos, with more steps and one run more.
     - `scale`: s, a real number or array of shape `()`.
     - `estimator`: the sampler of the probes and the `window` of Lanczos, as
         `SLQEstimator(sampler, Lanczos(window))`; a `lower_bound` is of no use here.
@@ -340,7 +344,9 @@ def log_trace_exp(
     is the logarithm of the mean of their exponentials. It also has `"quadrature_error"`,
     an estimate of the error of `value` from too few steps, which make it too small;
     `"ritz_values"`, the smallest and the largest Ritz value of $A$; and
-    `"gradient_residual"` as in [`traceax.SLQEstimator`][].
+    `"gradient_residual"` as in [`traceax.SLQEstimator`][]. Without a tag the forms may be
+    negative, so `"samples"` are the forms themselves, times $e^{-c}$ with c the
+    `"shift"`.
 
     Derivatives in the operator's arrays are estimates of $s\\, \\mathrm{tr}(e^{sA} dA) /
     \\mathrm{tr}\\, e^{sA}$, by [`traceax.LanczosGradient`][], of first order only.
@@ -354,10 +360,11 @@ def log_trace_exp(
 
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer.
-    - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `key` is missing.
+    - `ValueError`: `operator` is not square, or is complex and not known to be Hermitian;
+        `k` or `num_steps` is too small; `key` is missing.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite; the budget,
-        or the largest number of adaptive steps, is too small for the tolerance.
+        or the largest number of adaptive steps, is too small for the tolerance; the
+        estimate of the trace is not positive.
 
     ??? cite
 
@@ -374,15 +381,18 @@ def log_trace_exp(
         ```
     """
     entered = enter(operator)
-    check_hermitian(operator)
-    num_steps = check_steps(num_steps, entered.size)
-    sampler, krylov = lanczos_of(estimator)
-    task = _LogTraceExp(
-        scale=real_scalar("scale", scale),
-        num_steps=num_steps,
-        sampler=sampler,
-        krylov=krylov,
-    )
+    num_steps, scale = check_steps(num_steps, entered.size), real_scalar("scale", scale)
+    if is_hermitian(operator):
+        sampler, krylov = lanczos_of(estimator)
+        task = _LogTraceExp(
+            scale=scale, num_steps=num_steps, sampler=sampler, krylov=krylov
+        )
+    else:
+        if is_complex(operator):
+            # Its trace is complex, and so is the logarithm.
+            check_hermitian(operator)
+        check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+        task = LogTraceExpUntagged(scale=scale, num_steps=num_steps, estimator=estimator)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -104,6 +104,18 @@ Likely causes:
 """.strip()
 
 
+_not_positive_msg = """
+The estimate of a trace is not positive, so that its logarithm is not a real number.
+
+Likely causes:
+
+(a) there are too few probes for the spread of their samples, which may have either sign
+    for an operator that is not Hermitian: raise `k`; or
+
+(b) the trace itself is not positive, or it is that of `exp(A)` for an A whose powers grow
+    far beyond its eigenvalues: `traceax.trace_of_function` estimates the trace itself.
+""".strip()
+
 _precision_lost_msg = """
 Rounding errors of the products, or an operator that is not Hermitian as its tag says,
 change the value by a large part of the reported error bar, or by far more than the
@@ -206,6 +218,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for any other function, a Ritz value was outside its domain, or
         at a pole at zero to within rounding.
+    - `not_positive`: the estimate of a trace whose logarithm is asked for is not
+        positive.
 
     `RESULTS[solution.result]` is the message, empty for a success. `print` shows no name:
     compare with a member, or look at `solution.successful`. (`bool(solution.result)` is
@@ -231,6 +245,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_positive_definite = _not_positive_definite_msg
     outside_domain = _outside_domain_msg
     zero_determinant = _zero_determinant_msg
+    not_positive = _not_positive_msg
     precision_lost = _precision_lost_msg
     too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg

@@ -135,16 +135,18 @@ def power(
 
 
 @jax.custom_jvp
-def exponential(scale: Scalar, matrix: Inexact[Array, "s s"]) -> Inexact[Array, "s s"]:
-    """`exp(scale * matrix)`. It has a derivative in the scale, `M exp(scale * M)`."""
-    return expm(scale * matrix)
+def exponential(
+    scale: Scalar, matrix: Inexact[Array, "s s"], shift: Scalar
+) -> Inexact[Array, "s s"]:
+    """`exp(scale * M - shift * I)`. It has a derivative in the scale, M times that."""
+    return expm(scale * matrix - shift * jnp.eye(len(matrix), dtype=matrix.dtype))
 
 
 @exponential.defjvp
 def _exponential_rule(primals, tangents) -> Any:
-    scale, matrix = primals
-    scale_tangent, _ = tangents
-    value = exponential(scale, matrix)
+    scale, matrix, shift = primals
+    scale_tangent, *_ = tangents
+    value = exponential(scale, matrix, shift)
     slope = jnp.matmul(matrix, value, precision="highest")
     return value, scale_tangent * slope
 

@@ -251,7 +251,7 @@ class Exp(AbstractSpectralFunction):
         _check_real("scale", self.scale, matrix.dtype)
         # Scaling and squaring is accurate where eigenvectors are ill conditioned.
         scale = _parameter(self.scale, matrix.dtype)
-        value = exponential(scale, matrix)
+        value = exponential(scale, matrix, jnp.zeros_like(scale))
         return value, scale * value
 
 
