@@ -102,9 +102,9 @@ def laplacian(
     `fn(x)`; its gradient, of the structure of `x`, complex where `fn(x)` is; and a
     [`traceax.Solution`][] whose `value` is the Laplacian. `stats["num_matvecs"]` is the
     number of directions. Estimates are unbiased, and so are their derivatives. If
-    `std_err` or `stats["samples"]` is used, each direction is also carried by itself, which doubles
-    the cost; `jax.jit` removes this work if both are unused. For other estimators take
-    [`traceax.trace`][] of [`traceax.hessian`][].
+    `std_err` or `stats["samples"]` is used, each direction is also carried by itself,
+    which doubles the cost; `jax.jit` removes this work if both are unused. For other
+    estimators take [`traceax.trace`][] of [`traceax.hessian`][].
 
     **Raises:**
 

@@ -282,8 +282,8 @@ def log_trace_exp(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Array]:
-    """Estimate $\\log \\mathrm{tr} \\exp(s A)$: the logarithm of a partition function or of
-    an Estrada index, or a smooth maximum of eigenvalues.
+    """Estimate $\\log \\mathrm{tr} \\exp(s A)$: the logarithm of a partition function or
+    of an Estrada index, or a smooth maximum of eigenvalues.
 
     Only differences from the largest exponent are exponentiated, so $s A$ may be of any
     size that the dtype can hold. `traceax.trace_of_function` with `Exp` overflows in

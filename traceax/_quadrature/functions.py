@@ -68,7 +68,8 @@ class Inverse(AbstractSpectralFunction):
     **Attributes:**
 
     - `shift`: s, a number or array of shape `()`. Derivatives with respect to it work. It
-        may be complex for a Hermitian operator, or one of complex dtype. The real part of an array must be positive; where it is not, the result is NaN.
+        may be complex for a Hermitian operator, or one of complex dtype. The real part of
+        an array must be positive; where it is not, the result is NaN.
     """
 
     shift: Scalar | float

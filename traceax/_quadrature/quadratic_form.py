@@ -27,7 +27,8 @@ class QuadraticForm(eqx.Module):
         f in the rule of z. Its root mean square over z is about `||f(A) - c||_F`.
     - `left`, `right`: shapes `(r, m)` and `(r, n)`. Their rows L_j and R_j give
         `sum_j Re(L_j* dA R_j)`, the derivative of the form in a direction dA, for a
-        complex form the sum itself; or a number whose mean over z is the derivative of the mean.
+        complex form the sum itself; or a number whose mean over z is the derivative of
+        the mean.
     - `residual`: the residual norm of `A f'(A) z`, or for a function of singular values
         of `A* U f'(S) V* z`, relative to the norm of that vector. For the logarithm it is
         the residual of the solve `A x = z`.

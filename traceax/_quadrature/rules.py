@@ -235,8 +235,8 @@ def bracket_of(
     degree: Int[Array, ""] | int,
     factor: Real[Array, ""] | float = 1.0,
 ) -> Real[Array, "2"]:
-    """Lower and upper bound of (the real part of) a quadratic form, which are estimates for a function that
-    is not `bracketed`.
+    """Lower and upper bound of a quadratic form, or of its real part. They are estimates
+    for a function that is not `bracketed`.
 
     - `value`, `others`: the Gauss rule, and the rules of `comparison_rules`.
     - `coupling`: the field of the `Compression`.
