@@ -737,9 +737,9 @@ SYMMETRIC = matrix_free(MATRIX, lx.symmetric_tag)
     ("call", "exception", "parts"),
     [
         (
-            lambda: trace_of(tx.Exp(1j), TAGGED),
+            lambda: trace_of(tx.Exp(1j), UNTAGGED),
             TypeError,
-            ["`scale` is complex", "operator of complex dtype", "remove its tag"],
+            ["`scale` is complex", "operator of complex dtype", "tagged as Hermitian"],
         ),
         (
             lambda: trace_of(tx.Inverse(1 + 1j), UNTAGGED),

@@ -28,7 +28,7 @@ from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
 from .._operators.door import Facts
 from .._preconditioners.base import AbstractPreconditioning
-from .._quadrature.domain import check_domain, domain_result
+from .._quadrature.domain import check_domain, domain_result, is_complex_on_reals
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
@@ -104,6 +104,12 @@ class DiagonalOfFunction(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, function, outer, prepared = operator, self.function, None, None
+        is_complex = is_complex_on_reals(function, flat.dtype)
+        # Two products with a real operator make one with a complex vector.
+        cost = 1
+        if is_complex:
+            flat = flat.complexified
+            cost = 1 if flat is operator else 2
         if self.preconditioner is not None:
             arguments = {"k": k, "num_steps": self.num_steps}
             arguments |= {"key": key, "execution": execution}
@@ -135,7 +141,7 @@ class DiagonalOfFunction(AbstractTask):
             num_matvecs = num_matvecs + steps.spent
         sign = 1 if function.nonnegative else 0
         of_function = dataclasses.replace(
-            flat, fn=product, hermitian=True, sign=sign, sign_holds=None
+            flat, fn=product, hermitian=not is_complex, sign=sign, sign_holds=None
         )
         # By position: estimators of users may name these arguments differently.
         estimate = self.estimator.measure(
@@ -148,7 +154,7 @@ class DiagonalOfFunction(AbstractTask):
         num_runs = estimate.num_matvecs + 1
         estimate = dataclasses.replace(
             estimate,
-            num_matvecs=num_runs * steps.made + num_matvecs,
+            num_matvecs=cost * (num_runs * steps.made + num_matvecs),
             state=state,
         )
         return self._with_truncation_error(

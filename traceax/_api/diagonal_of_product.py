@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.quantity import RowNorms
 from .._core.solution import Solution
-from .._functions.base import check_of_eigenvalues
+from .._functions.base import check_of_eigenvalues, check_real_on_reals
 from .._operators.checks import check_hermitian
 from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
@@ -99,6 +99,7 @@ def diagonal_of_product(
     **Raises:**
 
     - The errors of [`traceax.diagonal_of_function`][].
+    - `TypeError`: `function` has complex values.
     - `ValueError`: `factor` does not take the vectors of `operator`.
     """
     entered, entered_factor = (
@@ -115,6 +116,7 @@ def diagonal_of_product(
         )
     function = as_spectral_function(function, entered.flat.dtype)
     check_of_eigenvalues(function)
+    check_real_on_reals(function, entered.flat.dtype)
     task = DiagonalOfProduct(
         factor=entered_factor,
         quantity=ProductDiagonal(

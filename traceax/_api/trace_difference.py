@@ -21,6 +21,7 @@ from .._core.flat import FlatOperator
 from .._core.results import first_failure
 from .._core.solution import Estimate, Solution
 from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
+from .._functions.base import check_real_on_reals
 from .._functions.gradients import LanczosGradient
 from .._functions.preconditioned import (
     check_logarithm,
@@ -206,6 +207,8 @@ def trace_difference(
         check_preconditioner(preconditioner, entered.size)
     hermitian = is_hermitian(operator) and is_hermitian(other)
     function = as_spectral_function(function, entered.flat.dtype, hermitian=hermitian)
+    if hermitian:
+        check_real_on_reals(function, entered.flat.dtype)
     task = _TraceDifference(
         estimator=estimator,
         function=function,

@@ -102,7 +102,7 @@ class Action(eqx.Module):
         *,
         conjugate: bool = False,
     ) -> Inexact[Array, " n"]:
-        """`f(A) v` or `f(A)* v` from a run; NaN where a Ritz value is outside the domain."""
+        """`f(A) v` or `f(A)* v` from a run, NaN if a Ritz value is outside the domain."""
         values = values_at(self.function, nodes, self.operator.eps)
         ends = jnp.stack([nodes[0], nodes[-1]])
         outside = leaves_domain(self.function, self.operator, ends, jnp.sum(values))

@@ -4,12 +4,13 @@ import abc
 from typing import ClassVar
 
 import equinox as eqx
-from jaxtyping import PRNGKeyArray, Scalar
+from jaxtyping import DTypeLike, PRNGKeyArray, Scalar
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
+from .._quadrature.domain import is_complex_on_reals
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, default_max_k
 from .._run.execution import AbstractExecution
@@ -148,4 +149,16 @@ def check_of_eigenvalues(function: AbstractSpectralFunction) -> None:
             f"`{type(function).__name__}`, a function of singular values. For a positive "
             "semidefinite operator pass the same function of eigenvalues. For traces use "
             "`traceax.trace_of_function`."
+        )
+
+
+def check_real_on_reals(function: AbstractSpectralFunction, dtype: DTypeLike) -> None:
+    """Raise a `TypeError` for a function with complex values at eigenvalues of a
+    Hermitian operator of `dtype`."""
+    if is_complex_on_reals(function, dtype):
+        raise TypeError(
+            f"`function` must be real on real numbers here. Found {function!r}, which is "
+            "not. `traceax.trace_of_function` by the default estimator, "
+            "`traceax.diagonal_of_function` and `traceax.function_of` take complex "
+            "functions of Hermitian operators."
         )

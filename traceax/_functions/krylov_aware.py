@@ -37,7 +37,7 @@ from .._run.execution import AbstractExecution
 from .._run.gradient import attach
 from .._run.loop import embed
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
-from .base import AbstractFunctionEstimator, describe_mismatch
+from .base import AbstractFunctionEstimator, check_real_on_reals, describe_mismatch
 from .deflated_forms import DeflatedForms
 from .deflation import Deflation
 from .deflation_budget import BlockRun, grow_deflation, split_budget
@@ -244,7 +244,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         operator: FlatOperator,
         function: AbstractSpectralFunction,
     ) -> None:
-        if not Lanczos().fits(operator, function):
+        if Lanczos().fits(operator, function):
+            check_real_on_reals(function, operator.dtype)
+        else:
             raise ValueError(
                 "`KrylovAwareEstimator` needs an operator that is tagged Hermitian and a "
                 "function of its eigenvalues. "
