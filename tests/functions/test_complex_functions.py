@@ -82,7 +82,8 @@ def test_trace(dtype):
         (values, in_time, in_shift), (true, *slopes), strict=True
     ):
         assert z_score(samples, expected) < 5
-    assert 0.9 < np.sqrt(np.mean(std_err**2)) / np.std(values) < 1.1
+    # Bars from 8 skewed samples are widened.
+    assert 0.9 < np.sqrt(np.mean(std_err**2)) / np.std(values) < 1.6
     for part in (np.real, np.imag):
         inside = (part(low) <= part(true)) & (part(true) <= part(high))
         assert np.mean(inside) > 0.93
@@ -95,7 +96,7 @@ def test_quadrature_error():
     for num_steps in (3, 5):
         found, *_, (*_, bracket) = trace(matrix, TIME, 0.0, key, k=4, num_steps=num_steps)
         error, (low, high) = np.abs(found - converged), bracket
-        assert 1e-4 < error < (high - low) / 2 < 100 * error
+        assert 1e-6 < error < (high - low) / 2 < 100 * error
         assert np.isclose((low + high) / 2, found.real)
 
 
@@ -107,14 +108,16 @@ def test_evolution(dtype):
 
     @jax.jit
     def run(matrix, vector):
-        def product(shift):
+        def product_at(shift):
             operator = tx.function_of(operator_of(matrix, shift), tx.Exp(1j * TIME), 20)
-            return operator.mv(vector), operator.transpose().mv(vector)
+            return operator.mv(vector)
 
-        products, (tangent, _) = jax.jvp(product, (0.0,), (1.0,))
+        product, tangent = jax.jvp(product_at, (0.0,), (1.0,))
         weight = jnp.arange(N) + 1j
-        loss = lambda shift: jnp.vdot(weight, product(shift)[0]).real  # noqa: E731
-        return products, tangent, jax.grad(loss)(0.0)
+        loss = lambda shift: jnp.vdot(weight, product_at(shift)).real  # noqa: E731
+        operator = tx.function_of(operator_of(matrix, 0.0), tx.Exp(1j * TIME), 20)
+        transposed = operator.transpose().mv(vector)
+        return (product, transposed), tangent, jax.grad(loss)(0.0)
 
     (product, transposed), tangent, slope = run(matrix, vector)
     assert product.dtype == np.complex128
@@ -146,7 +149,7 @@ def test_diagonal(dtype):
         return found.value, found.std_err, found.stats["num_matvecs"]
 
     matrix = MATRICES[dtype]
-    value, std_err, _ = diagonal(matrix, KEYS[0], tx.HutchinsonEstimator(), N)
+    value, *_ = diagonal(matrix, KEYS[0], tx.HutchinsonEstimator(), N)
     assert np.allclose(value, np.diag(evolved), rtol=0, atol=1e-12)
     for estimator in (tx.HutchinsonEstimator(), tx.AutoDiagonalEstimator()):
         found = [diagonal(matrix, key, estimator, 12) for key in KEYS[:12]]
