@@ -133,6 +133,51 @@ def flat_of(tree):
     return jax.flatten_util.ravel_pytree(tree)[0]
 
 
+def test_complex_field():
+    """Of a real point: exact, with its derivative; unbiased; and in a PyTree with real
+    components."""
+    matrix, x = case()
+
+    def waves(matrix, x):
+        return (matrix @ x) * jnp.exp(1j * x) + jnp.tanh(matrix.T @ x)
+
+    def reference(matrix, x):
+        parts = [lambda x: waves(matrix, x).real, lambda x: waves(matrix, x).imag]
+        real, imag = (jnp.trace(jax.jacfwd(part)(x)) for part in parts)
+        return real + 1j * imag
+
+    def exact_of(matrix, x):
+        velocity, solution = tx.divergence(lambda x: waves(matrix, x), x)
+        return solution.value, velocity
+
+    @jax.jit
+    def run(matrix, x, keys):
+        def one(key):
+            fn = lambda x: waves(matrix, x)  # noqa: E731
+            solution = tx.divergence(fn, x, k=4, key=key, throw=False)[1]
+            return solution.value, solution.std_err
+
+        slopes = [
+            jax.grad(lambda m: jnp.abs(f(m)) ** 2)(matrix)
+            for f in (lambda m: exact_of(m, x)[0], lambda m: reference(m, x))
+        ]
+        return exact_of(matrix, x), reference(matrix, x), slopes, jax.lax.map(one, keys)
+
+    (exact, velocity), true, slopes, (values, std_errs) = run(matrix, x, KEYS)
+    assert np.allclose(velocity, waves(matrix, x), rtol=1e-14)
+    assert np.allclose(exact, true, rtol=1e-13)
+    assert np.allclose(*slopes, rtol=1e-10)
+    assert z_score(values, true) < 5
+    assert np.isrealobj(std_errs)
+
+    def fn(z):
+        return {"x": waves(matrix, z["x"]) * z["t"], "t": z["t"] ** 2}
+
+    point = {"x": x, "t": jnp.asarray(2.0)}
+    found = tx.divergence(fn, point)[1].value
+    assert np.allclose(found, 2 * true + 4, rtol=1e-13)
+
+
 def test_constant_components():
     """Of which JAX's derivatives make no arrays."""
     point = {"x": jnp.ones(3), "t": jnp.zeros(())}

@@ -279,6 +279,63 @@ def test_on_meshes(execution):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11 * np.max(np.abs(b)))
 
 
+def wave(w, x):
+    """A complex function, with a modulus, a real part and products of conjugates."""
+    hidden = jnp.tanh(w @ x + 1j * (w.T @ x))
+    phase = jnp.exp(1j * jnp.sum(x**2) + jnp.sum(jnp.log(jnp.cosh(0.3 * hidden))))
+    rest = jax.lax.complex(jnp.sin(x[0]), x[1] ** 3) + jnp.vdot(hidden, hidden * x)
+    return phase * jnp.abs(hidden[0]) + rest + hidden[1].real
+
+
+def test_complex_function():
+    """Against the Laplacians of the two parts: exact, with its derivative, and by random
+    directions, of a fixed and an adaptive budget."""
+
+    def of_parts(w, x):
+        parts = [lambda x: wave(w, x).real, lambda x: wave(w, x).imag]
+        real, imag = (jnp.trace(jax.hessian(part)(x)) for part in parts)
+        slopes = [jax.grad(part)(x) for part in parts]
+        return real + 1j * imag, slopes[0] + 1j * slopes[1]
+
+    def by_taylor(w, x):
+        value, gradient, solution = tx.laplacian(ft.partial(wave, w), x)
+        return solution.value, (value, gradient, solution.std_err)
+
+    @jax.jit
+    def run(w, x):
+        found, expected = by_taylor(w, x), of_parts(w, x)
+        slopes = [
+            jax.grad(lambda w: jnp.abs(f(w, x)[0]) ** 2)(w) for f in (by_taylor, of_parts)
+        ]
+        return found, expected, slopes
+
+    (exact, (value, gradient, std_err)), (true, true_gradient), slopes = run(W, X)
+    assert np.allclose(value, wave(W, X), rtol=1e-14)
+    assert np.allclose(gradient, true_gradient, rtol=1e-12)
+    assert np.allclose(exact, true, rtol=1e-12)
+    assert std_err == 0
+    assert np.allclose(*slopes, rtol=1e-9)
+
+    @eqx.filter_jit
+    def over_keys(w, x, keys, k):
+        def one(key):
+            fn, settings = ft.partial(wave, w), {"key": key, "throw": False}
+            solution = tx.laplacian(fn, x, k=k, **settings)[2]
+            return solution.value, solution.std_err, solution.interval()
+
+        return jax.lax.map(one, keys)
+
+    values, std_errs, (low, high) = over_keys(W, X, KEYS, 4)
+    assert z_score(values, true) < 5
+    assert np.isrealobj(std_errs)
+    for part in (np.real, np.imag):
+        inside = (part(low) <= part(true)) & (part(true) <= part(high))
+        assert np.mean(inside) > 0.93
+    rule = tx.Adaptive(atol=1e9, max_k=6, round_size=4, min_samples=4)
+    adaptive, *_ = over_keys(W, X, KEYS[:2], rule)
+    assert np.allclose(adaptive, values[:2], rtol=1e-12)
+
+
 def test_numbers_are_points():
     for point in (1.0, np.float32(1.0), {"x": 1.0}):
         fn = lambda x: jax.tree.leaves(x)[0] ** 3  # noqa: E731

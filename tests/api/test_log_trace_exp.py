@@ -8,6 +8,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.linalg
 from scipy.special import logsumexp
 
 import traceax as tx
@@ -329,12 +330,75 @@ def test_vmap():
     assert np.allclose(together, one_by_one, rtol=1e-12)
 
 
+@eqx.filter_jit
+def untagged(matrix, scale, key, **settings):
+    operator = lx.MatrixLinearOperator(matrix)
+    settings = {"num_steps": 20, "key": key, "throw": False} | settings
+    return tx.log_trace_exp(operator, jnp.asarray(scale), **settings)
+
+
+@pytest.mark.slow(but="-50.0")
+@pytest.mark.parametrize("scale", [-50.0, 1e3])
+def test_untagged(scale):
+    """Exponents that overflow in float32, with the same samples as with a tag."""
+    matrix = hermitian(0, SPECTRA["flat"]).astype(np.float32)
+    log, mean, slope = exact_of("flat", scale)
+    rounding = 1e-5 * np.abs(scale)
+
+    def value(scale, matrix):
+        return untagged(matrix, scale, None, k=N).value
+
+    assert np.abs(value(scale, matrix) - log) < rounding
+    along, in_matrix = jax.grad(value, (0, 1))(jnp.float32(scale), matrix)
+    assert np.isclose(along, mean, rtol=1e-3)
+    assert np.allclose(in_matrix, slope, atol=1e-3 * np.abs(scale))
+    for steps in (20, tx.AdaptiveSteps()):
+        found = untagged(matrix, scale, KEY, k=12, num_steps=steps)
+        tagged = estimate(matrix, scale, k=12, num_steps=steps)
+        assert found.result == tx.RESULTS.successful
+        assert np.abs(found.value - tagged.value) < rounding
+        ratio = np.subtract(*reversed(found.interval())) / np.subtract(
+            *reversed(tagged.interval())
+        )
+        assert 0.7 < ratio < 1.4
+        made = found.stats["num_steps"]
+        assert found.stats["num_matvecs"] <= (12 + 3) * made
+
+
+@pytest.mark.slow
+def test_directed_graph():
+    """Whose quadratic forms have either sign: intervals cover, where the estimate is
+    positive; where it is not, the call says so."""
+    generator = np.random.default_rng(4)
+    matrix = (generator.random((60, 60)) < 0.2).astype(np.float64)
+    true = np.log(np.trace(scipy.linalg.expm(3 * matrix)))
+    budget = {"k": 40, "num_steps": 30}
+
+    @jax.jit
+    def over_keys(matrix, keys):
+        def one(key):
+            found = untagged(matrix, 3.0, key, **budget)
+            return found.interval(), found.result == tx.RESULTS.successful
+
+        return jax.lax.map(one, keys)
+
+    (low, high), successful = over_keys(matrix, jr.split(KEY, 200))
+    assert np.mean(successful) > 0.8
+    inside = (low <= true) & (true <= high)
+    assert np.mean(inside[successful]) > 0.93
+    solutions = (untagged(matrix, 3.0, key, k=1) for key in jr.split(KEY, 40))
+    failed = [each for each in solutions if not each.stats["samples"][0] > 0]
+    assert failed
+    assert all(each.result == tx.RESULTS.not_positive for each in failed)
+    assert all(each.value == -np.inf for each in failed)
+
+
 @pytest.mark.usefixtures("as_users_call")
 def test_misuse():
     matrix = hermitian(0, SPECTRA["flat"])
     tagged, settings = matrix_free(matrix, lx.symmetric_tag), {"num_steps": 3, "key": KEY}
     for kind, part, operator, scale, k in (
-        (ValueError, "`operator` must be Hermitian", matrix_free(matrix), 1.0, 3),
+        (ValueError, "`operator` must be Hermitian", matrix_free(matrix + 0j), 1.0, 3),
         (TypeError, "`scale` must be a real number", tagged, 1j, 3),
         (TypeError, "For several values", tagged, jnp.ones(2), 3),
         (TypeError, "`scale` must be a real number", tagged, "1", 3),

@@ -64,12 +64,13 @@ class AbstractQuantity(eqx.Module):
     entrywise: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
         """The contribution of one pair.
 
         **Arguments:**
 
-        - `left`, `image`: flat vectors of shape `(n,)`.
+        - `left`, `image`: flat vectors of shape `(n,)`; for a norm of a rectangular
+            operator the image has the shape `(m,)`.
 
         **Returns:**
 
@@ -78,14 +79,14 @@ class AbstractQuantity(eqx.Module):
         """
 
     def size(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
     ) -> Real[Array, "..."] | None:
         """The size that rounding errors of `read` are relative to, of its shape: about
         the 2-norm of the terms that it sums. None if these cannot cancel."""
         return None
 
     def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
     ) -> Inexact[Array, "..."] | None:
         """Numbers of the shape and size of `read`, which show whether equal samples are
         equal by chance. If the operator is diagonal, they are the same for all vectors of
