@@ -96,11 +96,11 @@ def hessian(
             counts the batches, such as the tuple `(images, labels)` with arrays of shapes
             `(batches, examples, ...)`.
 
-        The mean over batches has weights $n_b / N$ for batches of $n_b$ of $N$ examples, so
-        that of an `f` which is a mean over the examples of its batch, it is the mean over
-        all examples. For a sum over all examples, multiply that by $N$. The number $n_b$
-        is the length that differs between batches of a list, in the leading axis of their
-        arrays. Where none does, or batches are stacked, their weights are equal.
+        The mean over batches has weights $n_b / N$ for batches of $n_b$ of $N$ examples.
+        For an `f` that is a mean over the examples of its batch, that is the mean over
+        all examples; for a sum over them, multiply it by $N$. The number $n_b$ is the
+        length that differs between batches of a list, in the leading axis of their
+        arrays. Where none does, and for stacked batches, weights are equal.
 
         Each matvec is one pass over all batches, with the memory of one chunk of them,
         also in derivatives of any order. Batches of each size have a loop of their own in
