@@ -140,11 +140,11 @@ def _stack_by_size(batches: list[PyTree]) -> list[tuple[PyTree[Array], float]]:
     differing = [column for column in lengths if len(set(column)) > 1]
     sizes = differing[0] if differing else ((1,),) * len(batches)
     if len(kinds) != 1 or not lengths or len(differing) > 1 or (0,) in sizes:
-        found = [list(leaves) for leaves in dict.fromkeys(shapes)][:3]
+        distinct = [list(leaves) for leaves in dict.fromkeys(shapes)][:3]
         raise ValueError(
             "`batches` must be alike if they are a list: of one structure, with arrays "
             "whose shapes differ only in the length of the leading axis, the number of "
-            f"examples, 1 or more. Found batches of shapes {found}. Pad other axes, and "
+            f"examples, 1 or more. Found batches of shapes {distinct}. Pad other axes, and "
             "pass the parts of stacked batches, such as images and labels, as a tuple."
         )
     total = sum(size for (size,) in sizes)
@@ -157,13 +157,12 @@ def _stack_by_size(batches: list[PyTree]) -> list[tuple[PyTree[Array], float]]:
 
 def _in_lanes(stacked: PyTree[Array], share: float, chunk_size: int) -> Iterator[_Stack]:
     """Batches that do not fill a chunk become a chunk of their own."""
-    count = _length(stacked)
-    rest = count % chunk_size
-    whole = count - rest
+    remainder = _length(stacked) % chunk_size
+    whole = _length(stacked) - remainder
     if whole:
         yield _Stack(jax.tree.map(lambda b: b[:whole], stacked), share, chunk_size)
-    if rest:
-        yield _Stack(jax.tree.map(lambda b: b[whole:], stacked), share, rest)
+    if remainder:
+        yield _Stack(jax.tree.map(lambda b: b[whole:], stacked), share, remainder)
 
 
 def _make_stacks(batches: Any, chunk_size: int) -> tuple[_Stack, ...]:
