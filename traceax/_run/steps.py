@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Scalar
@@ -298,7 +299,11 @@ def choose_steps(
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
     """The number of steps after which `excess_after(operator, state, steps)` is at most
-    `adaptive.share` for this probe. `first` is as in `advance_until`."""
+    `adaptive.share` for this probe. `first` is as in `advance_until`.
+
+    Under `vmap` all members take the largest of their numbers. So nothing in the run
+    depends on a member unless the operator or the probe does, and members that differ in
+    the function alone share the matvecs."""
 
     def run(flat, probe):
         _, steps, _ = advance_until(
@@ -307,6 +312,7 @@ def choose_steps(
             adaptive=adaptive,
             first=first,
             excess_after=ft.partial(excess_after, flat),
+            all_of=eqxi.unvmap_all,
         )
         return steps
 
@@ -323,10 +329,13 @@ def advance_until(
     adaptive: AdaptiveSteps,
     first: int,
     excess_after: Callable[[PyTree[Array], Int[Array, ""]], Real[Array, ""]],
+    all_of: Callable[[Bool[Array, ""]], Bool[Array, ""]] = lambda converged: converged,
 ) -> tuple[PyTree[Array], Int[Array, ""], Bool[Array, ""]]:
     """Run a Krylov method until `excess_after(state, steps)` is at most `adaptive.share`.
     Returns the state, the number of its steps, and whether the share was reached.
-    `advance(state, first, last)` makes the steps from number `first` to `last`.
+    `advance(state, first, last)` makes the steps from number `first` to `last`. `all_of`
+    reduces the last result over a batch whose members are to end together; by default
+    each ends by itself.
 
     The excess is computed after 2, 4, 6, 8 and 10 steps, and then each time the number of
     steps has grown by a third; if `first` is 1, after 1 step too. So at most about a
@@ -336,15 +345,16 @@ def advance_until(
 
     def unfinished(carry) -> Bool[Array, ""]:
         _, steps, converged = carry
-        return ~converged & (steps < most)
+        return ~all_of(converged) & (steps < most)
 
     def advance_and_look(carry):
-        state, steps, _ = carry
+        state, steps, converged = carry
         # `clip` returns its upper limit, 2, for any `first` above that.
         increment = jnp.maximum(jnp.clip(steps, first, 2), steps // 3)
         next_steps = jnp.minimum(steps + increment, most)
         state = advance(state, steps, next_steps)
-        return state, next_steps, excess_after(state, next_steps) <= adaptive.share
+        converged |= excess_after(state, next_steps) <= adaptive.share
+        return state, next_steps, converged
 
     carry = start, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
     return jax.lax.while_loop(unfinished, advance_and_look, carry)
