@@ -121,6 +121,7 @@ from ._quadrature.functions import (
     Power,
 )
 from ._run.adaptive import Adaptive
+from ._run.norms import each_entry, each_leaf
 from ._run.devices import (
     default_device,
     devices,
@@ -217,6 +218,8 @@ __all__ = [
     "AbstractQuantity",
     "AbstractSampler",
     "Adaptive",
+    "each_entry",
+    "each_leaf",
     "AdaptiveSteps",
     "default_device",
     "devices",

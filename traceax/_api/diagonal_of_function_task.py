@@ -310,19 +310,20 @@ class DiagonalOfFunction(AbstractTask):
         # An entry may have ten times the error of the mean. Among n normal errors of one
         # size none is above five of them, so this does not count where entries are alike.
         error = jnp.maximum(error, largest / 10) + jnp.max(report.beyond)
-        return excess(error, target)
+        # A norm may have several sizes, each of which has its tolerance.
+        return jnp.max(excess(error, target))
 
-    def _tolerance(self, k: Budget, value: Inexact[Array, " n"]) -> Real[Array, ""]:
+    def _tolerance(self, k: Budget, value: Inexact[Array, " n"]) -> Real[Array, "*s"]:
         """The error that each entry may have, if all have the same."""
         size, ones = (self._norm(k, x) for x in (value, jnp.ones_like(value)))
         return k.rule.tolerance(size) / ones.real
 
-    def _mean(self, k: int | Budget, errors: Real[Array, " n"]) -> Real[Array, ""]:
+    def _mean(self, k: int | Budget, errors: Real[Array, " n"]) -> Real[Array, "*s"]:
         """The mean error of an entry, in the norm of an adaptive budget, or else in the
         root mean square."""
         if isinstance(k, Budget):
             return self._norm(k, errors) / self._norm(k, jnp.ones_like(errors))
         return root_mean_square(errors)
 
-    def _norm(self, k: Budget, entries: Inexact[Array, " n"]) -> Inexact[Array, ""]:
+    def _norm(self, k: Budget, entries: Inexact[Array, " n"]) -> Inexact[Array, "*s"]:
         return k.rule.size(self.quantity.present(entries, entries)[0])

@@ -157,11 +157,8 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             reading = self._read(quantity, sketch, flat.size)
             value = sign * sketch.scale * reading.moments.mean
             value, std_err = quantity.present(value, sketch.scale * reading.std_err)
-            assessment = Assessment(
-                value=k.rule.size(value),
-                std_err=k.rule.size(std_err),
-                count=reading.moments.count,
-            )
+            count = reading.moments.count
+            assessment = Assessment.of(k.rule, value, std_err, count)
             return without(sketch, "expansion"), reading, assessment
 
         # The loop does not carry the frame, which only derivatives need and which is

@@ -6,6 +6,7 @@ with the quantile q of Student's t for the number of samples. In the code, `tole
 the right-hand side, and `excess` is the left-hand side divided by it.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -118,10 +119,11 @@ class Adaptive(eqx.Module):
         in the units of `k`, the value and the standard error after each round of this
         call. Other rows are infinite, and so are entries of `stats` for samples that were
         not made.
-    - `progress`: a progress meter, an object with the methods `init`, `step` and `close`
-        of the meters of `equinox` and `diffrax`. It shows the fraction of the budget that
-        is spent, or the fraction of the budget that the tolerance will take at this rate,
-        whichever is larger.
+    - `progress`: `True` for a progress bar, by `tqdm` where that is installed, and as
+        text otherwise. Or a progress meter, an object with the methods `init`, `step` and
+        `close` of the meters of `equinox` and `diffrax`. It shows the fraction of the
+        budget that is spent, or the fraction of the budget that the tolerance will take
+        at this rate, whichever is larger.
     - `callback`: a function that is called on the host after each round with the budget
         spent, the value and the standard error, to print or to log them. It is static:
         pass the same function again, since another one compiles anew. An exception in it
@@ -130,7 +132,10 @@ class Adaptive(eqx.Module):
     - `norm`: a norm of PyTrees, for values with several entries. The norms of the value
         and of the standard error are compared with the tolerances, and reported by
         `history` and `callback`. The default is the two-norm; norms of `optimistix` fit.
-        It is static, like `callback`.
+        A function to a vector asks for the tolerance of each of its entries, of which the
+        one with the largest error, as a multiple of its tolerance, is reported:
+        [`traceax.each_leaf`][] and [`traceax.each_entry`][]. It is static, like
+        `callback`.
     """
 
     rtol: Real[Array, ""] | float
@@ -142,7 +147,7 @@ class Adaptive(eqx.Module):
     history: bool = eqx.field(static=True)
     progress: ProgressMeter
     callback: Callable[[Any, Any, Any], None] | None = eqx.field(static=True)
-    norm: Callable[[PyTree], Scalar] = eqx.field(static=True)
+    norm: Callable[[PyTree], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -154,9 +159,9 @@ class Adaptive(eqx.Module):
         min_samples: int = 10,
         round_size: int = 16,
         history: bool = False,
-        progress: ProgressMeter | None = None,
+        progress: ProgressMeter | bool | None = None,
         callback: Callable[[Any, Any, Any], None] | None = None,
-        norm: Callable[[PyTree], Scalar] = two_norm,
+        norm: Callable[[PyTree], Array] = two_norm,
     ):
         """**Arguments:** as above. All may be left out.
 
@@ -165,8 +170,8 @@ class Adaptive(eqx.Module):
         `ValueError` if a tolerance is negative or both are zero, if `confidence` is not
         in (0, 1), or if `max_k`, `round_size` or `min_samples` is not a Python integer or
         too small. `TypeError` if a tolerance is not a real scalar, `norm` not a function
-        of a PyTree to a real scalar, `history` not a bool, `progress` not a progress
-        meter, or `callback` not a function.
+        of a PyTree to a real scalar or vector, `history` not a bool, `progress` neither a
+        bool nor a progress meter, or `callback` not a function.
         """
         if rtol is None and atol is None:
             rtol = _DEFAULT_RTOL
@@ -199,7 +204,7 @@ class Adaptive(eqx.Module):
         _check_norm(norm)
         self.confidence = level
         self.history = history
-        self.progress = eqxi.NoProgressMeter() if progress is None else progress
+        self.progress = _meter(progress)
         self.callback = callback
         self.norm = norm
 
@@ -210,14 +215,25 @@ class Adaptive(eqx.Module):
         arrays = real_scalar("rtol", self.rtol), real_scalar("atol", self.atol)
         return eqx.tree_at(where, self, arrays)
 
-    def size(self, tree: PyTree[Array]) -> Inexact[Array, ""]:
-        """The number that is compared with tolerances: a scalar `tree` itself, or else
-        its norm."""
+    def size(self, tree: PyTree[Array]) -> Inexact[Array, "*s"]:
+        """What is compared with tolerances: a scalar `tree` itself, or else its norm."""
         if eqx.is_array(tree) and tree.ndim == 0:
             return tree
         return self.norm(tree)
 
-    def tolerance(self, value: Inexact[Array, ""]) -> Real[Array, ""]:
+    def worst(
+        self, value: PyTree[Array], std_err: PyTree[Array]
+    ) -> tuple[Inexact[Array, ""], Real[Array, ""]]:
+        """The sizes of a value and of its standard error, in the norm. Of several sizes,
+        those whose error is the largest multiple of its tolerance."""
+        size, error = self.size(value), self.size(std_err)
+        if size.ndim == 0:
+            return size, error
+        # A NaN counts as the largest number here.
+        index = jnp.argmax(_ratio(error, self.tolerance(size)))
+        return size[index], error[index]
+
+    def tolerance(self, value: Inexact[Array, "*s"]) -> Real[Array, "*s"]:
         """The largest acceptable error, in the units of the value."""
         # For the value zero this is zero, even where an infinite `rtol` would give NaN.
         relative = jnp.where(value == 0, 0, self.rtol * jnp.abs(value))
@@ -230,12 +246,8 @@ class Adaptive(eqx.Module):
         count: Real[Array, ""],
     ) -> Real[Array, ""]:
         """The half-width of the confidence interval, divided by the tolerance."""
-        tolerance = self.tolerance(value)
         width = student_quantile(self.confidence, count - 1) * std_err
-        safe = jnp.where(tolerance > 0, tolerance, 1)
-        # An exact answer meets the tolerance zero; 0 / 0 would be NaN, and never stop.
-        without_tolerance = jnp.where(width > 0, jnp.inf, 0)
-        return jnp.where(tolerance > 0, width / safe, without_tolerance)
+        return _ratio(width, self.tolerance(value))
 
     def reachable(
         self, value: Inexact[Array, ""], floor: Real[Array, ""]
@@ -288,12 +300,32 @@ def _check_integer(name: str, value: Any, smallest: int) -> int:
     return number
 
 
+def _ratio(
+    width: Real[Array, "*s"], tolerance: Real[Array, "*s"]
+) -> Real[Array, "*s"]:
+    safe = jnp.where(tolerance > 0, tolerance, 1)
+    # An exact answer meets the tolerance zero; 0 / 0 would be NaN, and never stop.
+    without_tolerance = jnp.where(width > 0, jnp.inf, 0)
+    return jnp.where(tolerance > 0, width / safe, without_tolerance)
+
+
+def _meter(progress: ProgressMeter | bool | None) -> ProgressMeter:
+    if progress is None or progress is False:
+        return eqxi.NoProgressMeter()
+    if progress is not True:
+        return progress
+    if importlib.util.find_spec("tqdm") is None:
+        return eqxi.TextProgressMeter()
+    # A round takes longer than a bar to draw.
+    return eqxi.TqdmProgressMeter(refresh_steps=1)
+
+
 def _check_reports(progress: Any, callback: Any) -> None:
     is_meter = isinstance(progress, ProgressMeter) and not isinstance(progress, type)
-    if progress is not None and not is_meter:
+    if not is_meter and not isinstance(progress, bool | None):
         raise TypeError(
-            f"`progress` must be a progress meter. Found {progress!r}. Pass, for "
-            "example, `equinox.internal.TextProgressMeter()`."
+            f"`progress` must be True, False or a progress meter. Found {progress!r}. "
+            "Pass, for example, `equinox.internal.TextProgressMeter()`."
         )
     if callback is not None and not callable(callback):
         raise TypeError(
@@ -314,12 +346,12 @@ def _check_norm(norm: Any) -> None:
                 f"{type(error).__name__} for a pair of vectors: {error}"
             ) from error
         is_array = isinstance(output, jax.ShapeDtypeStruct)
-        if is_array and output.shape == () and jnp.issubdtype(output.dtype, jnp.floating):
+        if is_array and output.ndim < 2 and jnp.issubdtype(output.dtype, jnp.floating):
             return
         norm = f"a function that returns {output}"
     raise TypeError(
-        "`norm` must be a function of a PyTree of arrays to a real scalar. Found "
-        f"{norm}. Pass, for example, `optimistix.max_norm`."
+        "`norm` must be a function of a PyTree of arrays to a real scalar or vector. "
+        f"Found {norm}. Pass, for example, `optimistix.max_norm`."
     )
 
 

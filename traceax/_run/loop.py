@@ -40,6 +40,18 @@ class Assessment(eqx.Module):
     std_err: Real[Array, ""]
     count: Real[Array, ""]
 
+    @classmethod
+    def of(
+        cls,
+        rule: Adaptive,
+        value: PyTree[Array],
+        std_err: PyTree[Array],
+        count: Real[Array, ""],
+    ) -> "Assessment":
+        """The assessment of a value in the form that users see."""
+        value, std_err = rule.worst(value, std_err)
+        return cls(value=value, std_err=std_err, count=count)
+
     def excess(self, rule: Adaptive) -> Real[Array, ""]:
         """e, the half-width of the confidence interval over the tolerance."""
         return rule.excess(self.value, self.std_err, self.count)

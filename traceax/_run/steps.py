@@ -187,7 +187,7 @@ def standard_error(deviation: Real[Array, ""] | float, k: int) -> Real[Array, ""
     return jnp.sqrt(2 / k) * deviation
 
 
-def excess(error: Real[Array, ""], target: Real[Array, ""]) -> Real[Array, ""]:
+def excess(error: Real[Array, "*s"], target: Real[Array, "*s"]) -> Real[Array, "*s"]:
     """An error divided by the target. If the target is 0, it is infinite for any error
     but 0."""
     error = jnp.maximum(error, 0)

@@ -141,11 +141,7 @@ def _stream_rounds(
     def assess(buffers, _):
         moments = buffers[1][0]
         value, std_err = quantity.present(moments.mean, moments.std_err())
-        return Assessment(
-            value=k.rule.size(value),
-            std_err=k.rule.size(std_err),
-            count=moments.count,
-        )
+        return Assessment.of(k.rule, value, std_err, moments.count)
 
     loop = iterate(k, step, assess, (empty_results, empty_summary), independent=True)
     (samples, others), summary = loop.state.buffers
