@@ -72,7 +72,8 @@ class ShiftedNystrom(eqx.Module):
         # As in `whiten`: the asymmetry is an error that the dtype does not show.
         error = jnp.hypot(eps * size, jnp.linalg.norm(core - core.conj().T))
         core = (core + core.conj().T) / 2 + jnp.diag(jnp.where(empty, size, 0))
-        return RitzPairs(*eigh(core), error)
+        values, vectors = eigh(core)
+        return RitzPairs(values, vectors, error)
 
     def factor(self, pairs: "RitzPairs", shift: Real[Array, ""]) -> Inexact[Array, "p m"]:
         """The coordinates of B in U, for the Ritz values above the shift sigma. With the

@@ -62,6 +62,8 @@ _BLOCK_SIZE = 8
 # matvecs spent on the rank, so that at least a fifth of all expected matvecs is spent on
 # it. Otherwise a single noisy forecast could end the growth much too early.
 _PROBES_TO_RANK = 4
+# How many further blocks are looked ahead: one alone may not save a step.
+_MOST_AHEAD = 3
 # An approximation is used if it makes the remaining call so many times cheaper: forecasts
 # are uncertain, and on flat spectra approximations of a low rank add variance.
 _MIN_GAIN = 2
@@ -208,28 +210,34 @@ class AutoPreconditioner(AbstractPreconditioning):
                 shift=used,
             )
             # These moments describe the approximation before this block. The block itself
-            # is assumed to reduce them by the square root of the last rate, and the next
-            # block by the whole rate.
+            # is assumed to reduce them by the square root of the rate, and each further
+            # block by the whole rate. A rate is the mean of two blocks, where there are.
             current = moments.relative_to(shift, n)
-            previous = growth.moments.relative_to(shift, n)
-            is_smaller = (current < previous) & (blocks > 0)
-            rate = jnp.where(is_smaller, current / previous, 1)
+            reduction = current / growth.earlier[0].relative_to(shift, n)
+            reduction = jnp.where((reduction < 1) & (blocks > 0), reduction, 1)
+            rate = reduction ** (1 / jnp.clip(blocks, 1, 2))
             expected = current * jnp.sqrt(rate)
             log_det = n * jnp.log(shift * grown.scale) + root.log_ratio
             cost, variance = forecast(expected, log_det=log_det)
-            next_cost, _ = forecast(expected * rate, log_det=log_det, reference=variance)
+            further = [
+                forecast(expected * rate**i, log_det=log_det, reference=variance)[0]
+                + i * block
+                for i in range(1, _MOST_AHEAD + 1)
+            ]
             blocks = blocks + 1
-            pays = cost - next_cost > block
+            pays = jnp.min(jnp.stack(further)) < cost
             pays |= cost > _PROBES_TO_RANK * block * (blocks + 1)
-            is_first = blocks == 1
+            earlier = jax.tree.map(
+                lambda x, y: jnp.where(blocks == 1, x, y), moments, growth.earlier[1]
+            )
             return _Growth(
                 grown=grown,
                 pairs=pairs,
                 shift=shift,
                 blocks=blocks,
-                moments=moments,
+                earlier=(earlier, moments),
                 plain=jax.tree.map(
-                    lambda x, y: jnp.where(is_first, x, y), moments, growth.plain
+                    lambda x, y: jnp.where(blocks == 1, x, y), moments, growth.plain
                 ),
                 expected=expected,
                 log_det=log_det,
@@ -249,7 +257,7 @@ class AutoPreconditioner(AbstractPreconditioning):
             shift = end.shift * grown.scale if known is None else known
             # As P <= A for a shift that is a lower bound, no eigenvalue of M is below 1,
             # up to rounding. Its mean is below 1 if the shift is above eigenvalues of A.
-            above = end.moments.first > -n * eps**0.5
+            above = end.earlier[1].first > -n * eps**0.5
             lower_bound = None
             if known is not None:
                 lower_bound = jnp.where(above, jnp.asarray(0.5, real), 0)
@@ -305,8 +313,8 @@ class _Growth(eqx.Module):
 
     - `grown`, `pairs`, `shift`: the matvecs, their Ritz pairs, and sigma, in units of
         `grown.scale`.
-    - `moments`, `plain`: the moments of the approximation before the last block, and of
-        no approximation.
+    - `earlier`, `plain`: the moments of the approximations before the last two blocks,
+        and without one.
     - `expected`: the moments that are expected of the current approximation.
     - `log_det`: the logarithm of the determinant of P.
     """
@@ -315,7 +323,7 @@ class _Growth(eqx.Module):
     pairs: RitzPairs
     shift: Real[Array, ""]
     blocks: Int[Array, ""]
-    moments: _Moments
+    earlier: tuple[_Moments, _Moments]
     plain: _Moments
     expected: Real[Array, "2"]
     log_det: Real[Array, ""]
@@ -331,7 +339,7 @@ class _Growth(eqx.Module):
             pairs=RitzPairs(jnp.tile(one, rank), jnp.eye(rank, dtype=dtype), 0 * one),
             shift=one,
             blocks=jnp.zeros((), jnp.int32),
-            moments=ones,
+            earlier=(ones, ones),
             plain=ones,
             expected=jnp.tile(one, 2),
             log_det=one,
@@ -431,11 +439,14 @@ def _forecast(
     if not isinstance(num_steps, AdaptiveSteps):
         return probes * num_steps, variance
     # The width of the bracket is taken to be `4 weight contraction^steps`: Lanczos has
-    # this rate for eigenvalues from 1 to 1 + t.
-    root = jnp.sqrt(1 + t)
+    # this rate for eigenvalues between 1 and `root**2`.
+    # The largest is up to twice t: so it is where they fall geometrically.
+    root = jnp.sqrt(1 + 2 * t)
     contraction = ((root - 1) / (root + 1)) ** 2
     ratio = 4 * weight / jnp.where(aim > 0, num_steps.share * aim, 1)
     # A weight at zero that is hidden falls at the same rate.
     ratio = jnp.maximum(ratio, 4 * hidden)
-    steps = jnp.ceil(jnp.log(jnp.maximum(ratio, 1)) / -jnp.log(contraction))
+    steps = jnp.log(jnp.maximum(ratio, 1)) / -jnp.log(contraction)
+    # `advance_until` looks after one step, and then after even numbers.
+    steps = jnp.where(steps <= 1, 1, 2 * jnp.ceil(steps / 2))
     return probes * jnp.clip(steps, 1, num_steps.most), variance
