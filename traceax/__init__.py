@@ -93,6 +93,7 @@ from ._krylov.arnoldi import Arnoldi
 from ._krylov.base import AbstractKrylovMethod
 from ._krylov.golub_kahan import GolubKahan
 from ._krylov.lanczos import Lanczos
+from ._operators.convert import as_operator
 from ._operators.curvature import (
     empirical_fisher,
     ggn,
@@ -207,6 +208,7 @@ __all__ = [
     "Preconditioner",
     "ScaledPreconditioner",
     # Operators.
+    "as_operator",
     "data_gram",
     "empirical_fisher",
     "ggn",

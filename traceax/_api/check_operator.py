@@ -19,7 +19,8 @@ from .._core.flat import from_flat, to_flat
 from .._core.jax_interfaces import Tracer
 from .._core.sampler import require_key
 from .._estimators.auto import select_trace_estimator
-from .._operators.checks import check_is_operator
+from .._operators.checks import checked_operator
+from .._operators.convert import convert, OperatorLike
 from .._operators.diagonal import diagonal_cost
 from .._operators.door import flatten
 from .._operators.tags import dtypes, hermitian_tag, is_complex, is_hermitian, sign_of
@@ -36,9 +37,7 @@ _ROUNDING = 1000
 _STEPS = 16
 
 
-def check_operator(
-    operator: lx.AbstractLinearOperator, *, key: PRNGKeyArray | None
-) -> OperatorReport:
+def check_operator(operator: OperatorLike, *, key: PRNGKeyArray | None) -> OperatorReport:
     """Test an operator with about 25 matvecs: whether it is linear, deterministic, the
     same under `jax.vmap`, of the shape and dtype that it declares, and Hermitian and
     semidefinite as its tags say. Also say which tag and estimator fit it.
@@ -65,7 +64,8 @@ def check_operator(
 
     **Arguments:**
 
-    - `operator`: any `lineax.AbstractLinearOperator`, whose arrays have values.
+    - `operator`: any matrix or operator, as for [`traceax.as_operator`][], whose arrays
+        have values.
     - `key`: a JAX PRNG key, for random vectors.
 
     **Returns:**
@@ -79,21 +79,20 @@ def check_operator(
         key.
     - `ValueError`: `key` is missing.
     """
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        check_is_operator(operator)
+    converted = convert(operator, name="operator")
     check_key(key)
     key = require_key(key)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((operator, key))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((converted, key))):
         raise TypeError(
             "`operator` must have arrays with values. Found traced ones. Call "
             "`traceax.check_operator` outside of `jax.jit` and other transformations."
         )
     notes = Notes()
     with standard_promotion():
-        _examine(operator, key=key, notes=notes)
-    structure, name = operator.in_structure(), type(operator).__name__
+        _examine(converted, key=key, notes=notes)
+    structure, name = converted.in_structure(), type(converted).__name__
     kinds = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(structure)})
-    size = f"vectors of {operator.in_size()} numbers ({', '.join(kinds)})"
+    size = f"vectors of {converted.in_size()} numbers ({', '.join(kinds)})"
     return notes.report(f"{name} on {size}")
 
 
@@ -116,7 +115,7 @@ def _examine(
     if error:
         notes.problems.append(f"It cannot be traced: {error}")
         return
-    _, error = _attempt(check_is_operator, operator, square=False)
+    _, error = _attempt(checked_operator, operator, square=False)
     if error:
         notes.problems.append(error)
         return
@@ -137,7 +136,7 @@ def _examine(
     if refusal:
         notes.problems.append(f"It looks linear, but is refused: {refusal}")
         return
-    _, error = _attempt(check_is_operator, operator)
+    _, error = _attempt(checked_operator, operator)
     if error:
         notes.findings.append(f"Only `traceax.schatten_norm` takes it: {error}")
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.quantity import Diagonal, LeafTraces
@@ -13,6 +12,7 @@ from .._estimators.auto import AutoTraceEstimator
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._operators.checks import operator_first
+from .._operators.convert import OperatorLike
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .measure import measure
@@ -20,7 +20,7 @@ from .measure import measure
 
 @operator_first
 def diagonal(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -51,8 +51,8 @@ def diagonal(
 
     **Arguments:**
 
-    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
-        PyTrees, of any floating dtype.
+    - `operator`: a square matrix, or an operator on arrays or PyTrees, real or complex,
+        of any floating dtype. See [`traceax.as_operator`][].
     - `estimator`: which estimator to use. Default: [`traceax.AutoDiagonalEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
         `jax.jit`), which is never exceeded; matvecs with the adjoint count. With
@@ -99,7 +99,7 @@ def diagonal(
 
 @operator_first
 def leaf_traces(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
+from .._core.flat import FlatOperator
 from .._core.quantity import Diagonal
 from .._core.solution import Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
@@ -14,8 +14,8 @@ from .._estimators.base import AbstractEstimator
 from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
 from .._operators.checks import check_hermitian
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
-from .._operators.tags import sign_of
 from .._preconditioners.base import AbstractPreconditioning
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
@@ -30,7 +30,7 @@ from .diagonal_of_function_task import DiagonalOfFunction
 
 
 def diagonal_of_function(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
@@ -137,13 +137,13 @@ def diagonal_of_function(
         than the standard error of `k` random signs.
     """
     entered = enter(operator, second=function)
-    check_hermitian(operator)
+    check_hermitian(entered.flat)
     check_instance("estimator", estimator, AbstractEstimator, "AutoDiagonalEstimator()")
     num_steps = check_steps(num_steps, entered.size)
     function = as_spectral_function(function, entered.flat.dtype)
     check_of_eigenvalues(function)
     if preconditioner is not None:
-        _check_preconditioner(preconditioner, operator, function)
+        _check_preconditioner(preconditioner, entered.flat, function)
     task = DiagonalOfFunction(
         estimator=estimator,
         quantity=Diagonal.of(entered.structure),
@@ -158,15 +158,15 @@ def diagonal_of_function(
 
 def _check_preconditioner(
     preconditioner: Any,
-    operator: lx.AbstractLinearOperator,
+    operator: FlatOperator,
     function: AbstractSpectralFunction,
 ) -> None:
-    check_preconditioner(preconditioner, operator.in_size())
+    check_preconditioner(preconditioner, operator.size)
     plain = isinstance(function, Inverse) and function.singular_at_zero
-    if not plain or sign_of(operator) <= 0:
+    if not plain or operator.sign <= 0:
         raise ValueError(
             "`preconditioner` is for `traceax.Inverse()` without a shift, of an operator "
             f"that is tagged positive semidefinite. Found `{type(function).__name__}`, "
-            f"and an `operator` of type {type(operator).__name__}. Leave "
-            "`preconditioner` out, or shift the operator."
+            f"and an `operator` {'with' if operator.sign > 0 else 'without'} the tag. "
+            "Leave `preconditioner` out, or shift the operator."
         )

@@ -20,7 +20,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, UInt32
 
@@ -32,7 +31,8 @@ from .._core.sampler import AbstractSampler, draw_for, RademacherSampler, requir
 from .._core.solution import Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.dense import normalise
-from .._operators.checks import check_is_operator
+from .._operators.checks import checked_operator
+from .._operators.convert import OperatorLike
 from .._operators.door import flatten
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.call import call
@@ -137,7 +137,7 @@ class DynamicTrace(eqx.Module):
         ```
     """
 
-    operator: Callable[[PyTree], lx.AbstractLinearOperator]
+    operator: Callable[[PyTree], OperatorLike]
     num_probes: int = eqx.field(static=True, default=8)
     sampler: AbstractSampler = RademacherSampler()
     execution: AbstractExecution = Local()
@@ -251,15 +251,14 @@ class DynamicTrace(eqx.Module):
 def _update(dynamic: DynamicTrace, state: DynamicState, parameters: PyTree) -> Solution:
     m, execution = dynamic.num_probes, dynamic.execution
     operators = dynamic.operator(state.parameters), dynamic.operator(parameters)
-    for operator in operators:
-        check_is_operator(operator)
-    before, after = (operator.in_structure() for operator in operators)
+    checked = [checked_operator(operator) for operator in operators]
+    before, after = (each.inputs for each in checked)
     if before != after:
         raise ValueError(
             "`parameters` must be of an operator with the structure of the last one. "
             f"Found in_structure()={after}, and before it {before}."
         )
-    old, new = (flatten(operator).frozen for operator in operators)
+    old, new = (flatten(each.operator).frozen for each in checked)
     # Fresh probes: with those of an earlier update the errors would be correlated.
     key = jr.fold_in(jr.wrap_key_data(state.key, impl=state.impl), state.count)
     probes = draw_for(new, dynamic.sampler, key, jnp.arange(m))

@@ -15,7 +15,8 @@ import lineax as lx
 from .._core.flat import as_complex
 from .._functions.action import Action
 from .._functions.base import check_of_eigenvalues
-from .._operators.checks import check_hermitian, check_is_operator
+from .._operators.checks import check_hermitian, checked_operator
+from .._operators.convert import OperatorLike
 from .._operators.door import flatten, unflatten
 from .._operators.tags import hermitian_tag, is_complex
 from .._quadrature.callables import as_spectral_function
@@ -25,7 +26,7 @@ from .._run.steps import AdaptiveSteps, check_steps
 
 
 def function_of(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     function: AbstractSpectralFunction | Callable[[Any], Any],
     num_steps: int | AdaptiveSteps = AdaptiveSteps(share=1e-5),
 ) -> lx.FunctionLinearOperator:
@@ -100,10 +101,10 @@ def function_of(
         }
         ```
     """
-    check_is_operator(operator, second=function)
-    check_hermitian(operator)
-    num_steps = check_steps(num_steps, operator.in_size())
+    operator, structure, _ = checked_operator(operator, second=function)
     flat = flatten(operator)
+    check_hermitian(flat)
+    num_steps = check_steps(num_steps, flat.size)
     function = as_spectral_function(function, flat.dtype)
     check_of_eigenvalues(function)
     structure = operator.in_structure()

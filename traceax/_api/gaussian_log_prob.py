@@ -28,8 +28,8 @@ from .._functions.preconditioned import check_preconditioner, Preconditioned, Pr
 from .._functions.slq import SLQEstimator
 from .._numerics.dense import two_norm
 from .._numerics.gram_schmidt import dot
+from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
-from .._operators.tags import is_complex
 from .._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from .._quadrature.functions import Log
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
@@ -181,8 +181,7 @@ def _overlap(x: Real[Array, " n"], residual: Real[Array, " n"]) -> Real[Array, "
     return jnp.maximum(jnp.abs(dot(x, residual)), two_norm(x * residual))
 
 
-def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator) -> None:
-    structure = operator.in_structure()
+def _check_vector(name: str, value: PyTree, structure: PyTree) -> None:
     leaves = jax.tree.leaves(value)
     fits = jax.tree.structure(value) == jax.tree.structure(structure)
     shapes = [jnp.shape(leaf) for leaf in leaves if eqx.is_array_like(leaf)]
@@ -196,7 +195,7 @@ def _check_vector(name: str, value: PyTree, operator: lx.AbstractLinearOperator)
 
 
 def gaussian_log_prob(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     residual: PyTree[Real[Array, ...]],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
@@ -253,7 +252,8 @@ def gaussian_log_prob(
 
     **Arguments:**
 
-    - `operator`: A, a real `lineax.AbstractLinearOperator` tagged positive semidefinite.
+    - `operator`: A, a real matrix or operator ([`traceax.as_operator`][]), tagged
+        positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
         operator applies to. For several, `jax.vmap`: they share one log-determinant.
     - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: for the
@@ -315,7 +315,7 @@ def gaussian_log_prob(
         ```
     """
     entered = enter(operator, second=residual)
-    if is_complex(operator):
+    if not jnp.issubdtype(entered.flat.dtype, jnp.floating):
         raise TypeError(
             "`operator` must be real. Found one of a complex dtype, for which the "
             "density has another normalisation. Add up `traceax.logdet` and "
@@ -323,13 +323,13 @@ def gaussian_log_prob(
         )
     if entered.flat.sign <= 0:
         raise ValueError(
-            "`operator` must be a covariance, and say so by a tag. Found `operator` of "
-            f"type {type(operator).__name__} without one. Wrap it: "
-            "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
+            "`operator` must be a covariance, and say so by a tag. Found `operator` "
+            "without one. Say so: `traceax.as_operator(operator, "
+            "tags=lineax.positive_semidefinite_tag)`."
         )
-    _check_vector("residual", residual, operator)
+    _check_vector("residual", residual, entered.structure)
     if initial is not None:
-        _check_vector("initial", initial, operator)
+        _check_vector("initial", initial, entered.structure)
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
     if solver is None:

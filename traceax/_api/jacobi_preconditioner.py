@@ -3,12 +3,12 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.flat import freeze, to_flat
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
+from .._operators.convert import convert, OperatorLike
 from .._preconditioners.diagonal import DiagonalPreconditioner
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
@@ -16,7 +16,7 @@ from .diagonal import diagonal
 
 
 def jacobi_preconditioner(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -72,6 +72,7 @@ def jacobi_preconditioner(
     """
     settings = {"k": k, "key": key, "state": state}
     settings |= {"execution": execution, "throw": throw}
+    operator = convert(operator, name="operator")
     solution = diagonal(operator, estimator, **settings)
     return freeze(
         DiagonalPreconditioner(

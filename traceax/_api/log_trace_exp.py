@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
@@ -36,8 +35,8 @@ from .._functions.slq import lanczos_of, SLQEstimator
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import eigh
 from .._operators.checks import check_hermitian
+from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
-from .._operators.tags import is_complex, is_hermitian
 from .._quadrature.quadratic_form import spectral_range
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
@@ -271,7 +270,7 @@ def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
 
 
 def log_trace_exp(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     scale: Scalar | float = 1.0,
     estimator: SLQEstimator = SLQEstimator(),
     *,
@@ -313,7 +312,7 @@ def log_trace_exp(
 
     **Arguments:**
 
-    - `operator`: a Hermitian `lineax.AbstractLinearOperator`, tagged so, as for
+    - `operator`: a Hermitian matrix or operator, tagged so, as for
         [`traceax.trace_of_function`][]. Or a real one without a tag, with a positive
         trace of the exponential, for which [`traceax.Arnoldi`][] takes the place of
         Lanczos, with more steps and one run more.
@@ -382,15 +381,15 @@ def log_trace_exp(
     """
     entered = enter(operator)
     num_steps, scale = check_steps(num_steps, entered.size), real_scalar("scale", scale)
-    if is_hermitian(operator):
+    is_complex = jnp.issubdtype(entered.flat.dtype, jnp.complexfloating)
+    if entered.flat.hermitian or is_complex:
+        # The trace of a complex one without a tag is complex, and so is the logarithm.
+        check_hermitian(entered.flat)
         sampler, krylov = lanczos_of(estimator)
         task = _LogTraceExp(
             scale=scale, num_steps=num_steps, sampler=sampler, krylov=krylov
         )
     else:
-        if is_complex(operator):
-            # Its trace is complex, and so is the logarithm.
-            check_hermitian(operator)
         check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
         task = LogTraceExpUntagged(scale=scale, num_steps=num_steps, estimator=estimator)
     return solve(

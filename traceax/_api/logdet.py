@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -23,6 +22,7 @@ from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
+from .._operators.convert import OperatorLike
 from .._operators.door import enter, EnteredOperator, Facts
 from .._preconditioners.auto import AutoPreconditioner
 from .._preconditioners.base import AbstractPreconditioning
@@ -119,7 +119,7 @@ def _singular_if_zero(estimate: Estimate) -> Estimate:
 
 
 def logdet(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -165,8 +165,8 @@ def logdet(
 
     **Arguments:**
 
-    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
-        PyTrees, of any floating dtype.
+    - `operator`: a square matrix, or an operator on arrays or PyTrees, real or complex,
+        of any floating dtype. See [`traceax.as_operator`][].
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance of the sampling error. Default: 1%.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator, Measurement
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
@@ -19,7 +19,7 @@ from .._run.solve import solve
 
 def measure(
     quantity: Callable[[PyTree[jax.ShapeDtypeStruct]], AbstractQuantity],
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator,
     *,
     k: int | Adaptive = DEFAULT_BUDGET,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -21,6 +20,7 @@ from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator, Measurement
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._operators.checks import operator_first
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._operators.stacked import stack_operators
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
@@ -31,7 +31,7 @@ from .measure import measure
 
 @operator_first
 def frobenius_norm(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -101,7 +101,7 @@ def frobenius_norm(
 
 @operator_first
 def row_norms(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -169,7 +169,7 @@ def row_norms(
 
 
 def frobenius_products(
-    operators: Sequence[lx.AbstractLinearOperator],
+    operators: Sequence[OperatorLike],
     estimator: AbstractEstimator = HutchinsonEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -202,7 +202,8 @@ def frobenius_products(
 
     **Arguments:**
 
-    - `operators`: a list of p square operators, of the same structure and dtype.
+    - `operators`: a list of p square matrices or operators, of the same structure and
+        dtype.
     - `estimator`: an estimator whose samples are matvecs with random vectors. Default:
         [`traceax.HutchinsonEstimator`][].
     - `k`, `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][]; with
@@ -238,12 +239,13 @@ def frobenius_products(
     """
     if not isinstance(operators, Sequence) or len(operators) == 0:
         raise TypeError(
-            "`operators` must be a list of at least one `lineax.AbstractLinearOperator`. "
+            "`operators` must be a list of at least one matrix or operator. "
             f"Found an object of type {type(operators).__name__}, empty or no list. "
             "Pass, for example, `[first, second]`."
         )
     check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
-    stack = stack_operators({f"operators[{i}]": each for i, each in enumerate(operators)})
+    named = {f"operators[{i}]": operator for i, operator in enumerate(operators)}
+    stack, _ = stack_operators(named)
     # The stacked operator makes the matvecs with all of them from the same probes.
     task = Measurement(estimator=estimator, quantity=FrobeniusProducts(len(operators)))
     return solve(

@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
 from .._core.checks import check_instance
@@ -26,7 +25,8 @@ from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import LanczosGradient
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
-from .._operators.checks import check_is_operator
+from .._operators.checks import checked_operator
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
@@ -81,7 +81,7 @@ def _undifferentiable_rule(primals, tangents):
 
 
 def schatten_norm(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     p: int | float,
     estimator: SLQEstimator = SLQEstimator(),
     *,
@@ -120,8 +120,9 @@ def schatten_norm(
 
     **Arguments:**
 
-    - `operator`: any `lineax.AbstractLinearOperator`, real or complex, on arrays or
-        PyTrees; input and output may differ. Let n be the smaller of its sizes.
+    - `operator`: any matrix, or an operator on arrays or PyTrees, real or complex; input
+        and output may differ. See [`traceax.as_operator`][]. Let n be the smaller of its
+        sizes.
     - `p`: a positive Python number.
     - `estimator`: a [`traceax.SLQEstimator`][]. Its `lower_bound` is a bound on the n
         singular values.
@@ -187,7 +188,7 @@ def schatten_norm(
         }
         ```
     """
-    check_is_operator(operator, square=False, second=p)
+    operator = checked_operator(operator, square=False, second=p).operator
     p = _check_power(p)
     num_steps = check_steps(num_steps, min(operator.in_size(), operator.out_size()))
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")

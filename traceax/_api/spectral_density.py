@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Int, PRNGKeyArray, Real, Scalar
 
@@ -31,6 +30,7 @@ from .._core.sampler import draw_for
 from .._functions.slq import lanczos_of, SLQEstimator
 from .._krylov.lanczos_recurrence import lanczos_run, LanczosState
 from .._operators.checks import check_hermitian
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._quadrature.distance import sampling_distance, wasserstein
 from .._quadrature.tridiagonal import ritz
@@ -262,7 +262,7 @@ def _measure(opened, k, num_steps, key, estimator, execution) -> SpectralDensity
 
 
 def spectral_density(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int = 10,
@@ -367,7 +367,7 @@ def spectral_density(
         ```
     """
     entered = enter(operator)
-    check_hermitian(operator)
+    check_hermitian(entered.flat)
     check_key(key)
     if isinstance(k, Adaptive):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -11,6 +10,7 @@ from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
 from .._estimators.base import AbstractEstimator, Measurement
 from .._operators.checks import operator_first
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
@@ -19,7 +19,7 @@ from .._run.solve import solve
 
 @operator_first
 def trace(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     estimator: AbstractEstimator = AutoTraceEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -50,8 +50,8 @@ def trace(
 
     **Arguments:**
 
-    - `operator`: a square `lineax.AbstractLinearOperator`, real or complex, on arrays or
-        PyTrees, of any floating dtype.
+    - `operator`: a square matrix, or an operator on arrays or PyTrees, real or complex,
+        of any floating dtype. See [`traceax.as_operator`][].
     - `estimator`: which estimator to use. Default: [`traceax.AutoTraceEstimator`][].
     - `k`: the number of matrix-vector products, a Python integer (static under
         `jax.jit`), which is never exceeded. With `k >= n` the answer is exact. Or
@@ -83,7 +83,7 @@ def trace(
 
     **Raises:**
 
-    - `TypeError`: `operator` is not a `lineax` operator, or not of floating or complex
+    - `TypeError`: `operator` is no matrix and no operator, or not of floating or complex
         dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
         `execution` is not an instance of its kind.
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator

@@ -13,7 +13,6 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -31,6 +30,7 @@ from .._functions.preconditioned import (
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
+from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
 from .._operators.stacked import stack_operators
 from .._operators.tags import is_hermitian
@@ -123,8 +123,8 @@ class _TraceDifference(AbstractFunctionTask):
 
 
 def trace_difference(
-    operator: lx.AbstractLinearOperator,
-    other: lx.AbstractLinearOperator,
+    operator: OperatorLike,
+    other: OperatorLike,
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: SLQEstimator = SLQEstimator(),
     *,
@@ -199,13 +199,13 @@ def trace_difference(
     The errors of [`traceax.trace_of_function`][], a `TypeError` for another estimator,
     and a `ValueError` where structures differ.
     """
-    stack = stack_operators({"operator": operator, "other": other})
+    stack, parts = stack_operators({"operator": operator, "other": other})
     entered = enter(stack, square=False)
     num_steps = check_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
-    hermitian = is_hermitian(operator) and is_hermitian(other)
+    hermitian = all(map(is_hermitian, parts))
     function = as_spectral_function(function, entered.flat.dtype, hermitian=hermitian)
     if hermitian:
         check_real_on_reals(function, entered.flat.dtype)

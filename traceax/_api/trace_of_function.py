@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -14,6 +13,7 @@ from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
 from .._functions.task import TraceOfFunction
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
@@ -24,7 +24,7 @@ from .._run.steps import AdaptiveSteps, check_steps
 
 
 def trace_of_function(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     function: AbstractSpectralFunction | Callable[[Any], Any],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
@@ -56,10 +56,10 @@ def trace_of_function(
 
     **Arguments:**
 
-    - `operator`: a square `lineax.AbstractLinearOperator`. If it is Hermitian, tag it so:
-        symmetric, positive or negative semidefinite, or in complex arithmetic with
-        `traceax.hermitian_tag`. Without a tag [`traceax.Arnoldi`][] takes the place of
-        Lanczos, and more steps are needed.
+    - `operator`: a square matrix or operator, as for [`traceax.trace`][]. If it is
+        Hermitian, tag it so: symmetric, positive or negative semidefinite, or in complex
+        arithmetic with `traceax.hermitian_tag`. Without a tag [`traceax.Arnoldi`][] takes
+        the place of Lanczos, and more steps are needed.
     - `function`: [`traceax.Log`][], [`traceax.Inverse`][], [`traceax.Power`][],
         [`traceax.Exp`][], [`traceax.Entropy`][], another
         [`traceax.AbstractSpectralFunction`][], or a callable from a real number to a

@@ -60,18 +60,18 @@ _by_content: weakref.WeakValueDictionary[Hashable, Code] = weakref.WeakValueDict
 _by_jaxpr: weakref.WeakKeyDictionary[Jaxpr, Code] = weakref.WeakKeyDictionary()
 
 
-class _Itself:
+class Itself:
     """A wrapper that is equal only for the same object. It keeps that object alive, since
     the id of a freed object may be used again."""
 
-    def __init__(self, x: Any):
-        self._x = x
+    def __init__(self, value: Any):
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._x is other._x
+        return isinstance(other, Itself) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self._x)
+        return id(self.value)
 
 
 def hashable(x: Any) -> Hashable:
@@ -79,7 +79,7 @@ def hashable(x: Any) -> Hashable:
     try:
         hash(x)
     except TypeError:
-        return _Itself(x)
+        return Itself(x)
     return x
 
 
@@ -97,7 +97,7 @@ def _content(jaxpr: Jaxpr) -> Hashable:
     def parameter(x: Any) -> Hashable:
         if isinstance(x, ClosedJaxpr):
             # Constants are a part of the program here, and arrays have no hash.
-            return _content(x.jaxpr), tuple(map(_Itself, x.consts))
+            return _content(x.jaxpr), tuple(map(Itself, x.consts))
         if isinstance(x, Jaxpr):
             return _content(x)
         if isinstance(x, tuple | list):
@@ -110,7 +110,7 @@ def _content(jaxpr: Jaxpr) -> Hashable:
             # Each tracing wraps the rules in new objects, which cannot be compared. They
             # are identified by the function that owns them, if that is certain.
             owner = owner_of_rule(eqn)
-            rule = _Itself(eqn) if owner is None else tuple(map(_Itself, owner))
+            rule = Itself(eqn) if owner is None else tuple(map(Itself, owner))
             parameters = {"call_jaxpr": eqn.params["call_jaxpr"]}
         content = frozenset((name, parameter(x)) for name, x in parameters.items())
         atoms = tuple(map(atom, [*eqn.invars, *eqn.outvars]))

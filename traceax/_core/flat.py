@@ -32,9 +32,9 @@ def explain_missing_adjoint() -> Iterator[None]:
             "JAX cannot transpose its product. If `operator` is symmetric or Hermitian, "
             "tag it so (`lineax.symmetric_tag`, `traceax.hermitian_tag`): then it needs "
             "no adjoint. `traceax.HutchinsonEstimator()` needs none for traces, "
-            "diagonals, Frobenius norms and row norms. Otherwise define the transpose by "
-            "`jax.custom_derivatives.linear_call`, and pass "
-            "`execution=traceax.Local(block_size=1)`. JAX says: "
+            "diagonals, Frobenius norms and row norms. Otherwise pass an operator with "
+            "an adjoint, such as a `scipy.sparse.linalg.LinearOperator` with `rmatvec`, "
+            "whose products are made on the host. The cause: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import jax
-from jax.core import Tracer as Tracer
+from jax.core import ShapedArray as ShapedArray, Tracer as Tracer
 from jax.extend.backend import backends as backends
 from jax.extend.core import (
     ClosedJaxpr as ClosedJaxpr,
@@ -24,7 +24,7 @@ from jax.extend.random import (
     define_prng_impl as define_prng_impl,
     threefry_prng_impl as threefry_prng_impl,
 )
-from jax.interpreters import batching as batching, mlir as mlir
+from jax.interpreters import ad as ad, batching as batching, mlir as mlir
 
 
 # The largest number of objects that are searched for a rule, which lies at the end of a

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import ClassVar
 
-import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._core.checks import check_positive
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
-from .._operators.checks import check_is_operator
+from .._operators.checks import checked_operator
+from .._operators.convert import OperatorLike
 from .._operators.diagonal import diagonal_cost
 from .._operators.tags import sign_of
 from .._run.adaptive import Adaptive
@@ -23,9 +23,7 @@ from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
 
 
-def select_trace_estimator(
-    operator: lx.AbstractLinearOperator, k: int
-) -> AbstractEstimator:
+def select_trace_estimator(operator: OperatorLike, k: int) -> AbstractEstimator:
     """The estimator that [`traceax.AutoTraceEstimator`][] uses for `operator` and `k`.
 
     1. [`traceax.ExactTraceEstimator`][] if the exact trace needs at most `k` matvecs;
@@ -50,7 +48,7 @@ def select_trace_estimator(
 
     **Arguments:**
 
-    - `operator`: a square `lineax` operator.
+    - `operator`: a square matrix or operator.
     - `k`: the budget of matrix-vector products, a Python integer. For a
         [`traceax.Adaptive`][] pass its `round_size`: the choice depends on that, and not
         on `max_k`.
@@ -63,7 +61,7 @@ def select_trace_estimator(
 
     `TypeError` and `ValueError` for `operator` and `k` as in [`traceax.trace`][].
     """
-    check_is_operator(operator)
+    operator = checked_operator(operator).operator
     if isinstance(k, Adaptive):
         raise TypeError(
             "`k` must be an integer. Found a `traceax.Adaptive`. Pass its `round_size`."

@@ -6,12 +6,12 @@ import re
 from typing import Any, ClassVar
 
 import equinox as eqx
-import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.solution import Estimate
+from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
 from .._operators.gram import gram
 from .._run.budget import Budget, default_max_k
@@ -117,7 +117,7 @@ class AbstractEstimator(eqx.Module):
         return default_max_k()
 
     def estimate(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+        self, key: PRNGKeyArray, operator: OperatorLike, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
         """The call of traceax 1.0: `value, stats = estimator.estimate(key, operator, k)`.
 
@@ -140,7 +140,7 @@ class AbstractEstimator(eqx.Module):
         return solution.value, solution.stats
 
     def __call__(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+        self, key: PRNGKeyArray, operator: OperatorLike, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
         """An alias of `estimate`."""
         return self.estimate(key, operator, k)

@@ -317,6 +317,6 @@ def _no_tag(name: str) -> ValueError:
     return ValueError(
         f"`{name}` needs an operator tagged as positive or negative semidefinite. Found "
         "`operator` without the tag. If it is semidefinite, say so: "
-        "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`; if "
+        "`traceax.as_operator(operator, tags=lineax.positive_semidefinite_tag)`; if "
         "not, use `traceax.XTraceEstimator`."
     )

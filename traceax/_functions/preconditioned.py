@@ -45,8 +45,8 @@ def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) 
         raise ValueError(
             "`operator` must be tagged positive semidefinite where there is a "
             "`preconditioner`. Found `operator` without the tag. If it is semidefinite, "
-            "say so: `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
+            "say so: `traceax.as_operator(operator, "
+            "tags=lineax.positive_semidefinite_tag)`; if not, leave `preconditioner` out."
         )
 
 

@@ -3,7 +3,7 @@
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,7 +13,9 @@ from jax.tree_util import tree_leaves, tree_structure
 from jaxtyping import Array, PyTree
 
 from .._core.checks import is_key
-from .tags import is_complex, is_hermitian
+from .._core.flat import FlatOperator
+from .convert import convert, explain_untraceable, type_name
+from .tags import is_complex
 
 
 _P = ParamSpec("_P")
@@ -96,81 +98,35 @@ def operator_first(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-# The errors that JAX raises where a function needs the values of a traced array.
-_UNTRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-)
+class Checked(NamedTuple):
+    """An operator, and the structures of its inputs and its outputs, which take time to
+    compute."""
+
+    operator: lx.AbstractLinearOperator
+    inputs: PyTree[jax.ShapeDtypeStruct]
+    outputs: PyTree[jax.ShapeDtypeStruct]
 
 
-_ON_HOST = (
-    "Wrap a product that is made outside of JAX as `lineax.FunctionLinearOperator("
-    "lambda v: jax.pure_callback(lambda v: (matrix @ np.asarray(v)).astype(v.dtype), v, "
-    "v, vmap_method='sequential'), jax.ShapeDtypeStruct((n,), dtype))`. See the guide "
-    '"Products made on the host".'
-)
-
-
-def check_is_operator(
+def checked_operator(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
-) -> tuple[PyTree, PyTree]:
-    """Raise unless `operator` is a lineax operator, square if so asked, of real or of
-    complex vectors. `second` is the argument that follows it, for the error message.
-    Returns the structures of its inputs and its outputs, which take time to compute."""
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        fix = _how_to_wrap(operator)
-        if isinstance(second, lx.AbstractLinearOperator):
-            fix = "The operator comes first: exchange it and the argument before it."
-        raise TypeError(
-            f"`{name}` must be a `lineax.AbstractLinearOperator`. Found an object of "
-            f"type {_type_name(operator)}. {fix}"
-        )
+) -> Checked:
+    """Convert a matrix to an operator. Raise unless it is one, square if so asked, of
+    real or of complex vectors. `second` is the argument that follows it, for the error
+    message."""
+    operator = convert(operator, name=name, second=second)
     for matrix in _matrices(operator):
-        if not eqx.is_array_like(matrix) and hasattr(matrix, "__matmul__"):
+        if not eqx.is_array_like(matrix):
             raise TypeError(
                 f"`{name}` must hold arrays. Found a `lineax.MatrixLinearOperator` of an "
-                f"object of type {_type_name(matrix)}. {_how_to_wrap(matrix)}"
+                f"object of type {type_name(matrix)}. Convert that by "
+                "`traceax.as_operator(matrix)`."
             )
-    try:
+    with explain_untraceable(name):
         inputs, outputs = operator.in_structure(), operator.out_structure()
-    except _UNTRACEABLE as error:
-        raise TypeError(
-            f"The product of `{name}` must be one that JAX can trace. Found a function "
-            "that needs the values of traced arrays. Use `jnp` in the place of `numpy` "
-            f"and `math`. {_ON_HOST}"
-        ) from error
     if square:
         _check_square(name, inputs, outputs)
     _check_spaces(name, operator, inputs, outputs)
-    return inputs, outputs
-
-
-def _type_name(x: Any) -> str:
-    """The name of the type of `x`, with its module, since other libraries have classes
-    with the names of those of lineax."""
-    kind = type(x)
-    plain = kind.__module__ == "builtins" or eqx.is_array_like(x)
-    return kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _how_to_wrap(x: Any) -> str:
-    """How to make an operator from an object that is none, for error messages."""
-    function = "`lineax.FunctionLinearOperator({}, jax.ShapeDtypeStruct((n,), dtype))`"
-    if eqx.is_array_like(x):
-        return "Wrap a matrix as `lineax.MatrixLinearOperator(matrix)`."
-    if isinstance(x, list | tuple):
-        return "Wrap a matrix as `lineax.MatrixLinearOperator(jnp.asarray(matrix))`."
-    if type(x).__module__.startswith("jax."):
-        product = function.format("lambda v: matrix @ v")
-        return f"Wrap the product of a sparse matrix as {product}."
-    if hasattr(x, "__matmul__"):
-        return _ON_HOST
-    if callable(x):
-        return f"Wrap a function `v -> A v` as {function.format('function')}."
-    return (
-        f"Wrap its product as {function.format('function')}, by a callback if JAX cannot "
-        "trace it."
-    )
+    return Checked(operator, inputs, outputs)
 
 
 def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
@@ -181,14 +137,14 @@ def _matrices(operator: lx.AbstractLinearOperator) -> list[Any]:
     return matrices
 
 
-def check_hermitian(operator: lx.AbstractLinearOperator) -> None:
+def check_hermitian(flat: FlatOperator) -> None:
     """Raise unless the operator is tagged as Hermitian."""
-    if is_hermitian(operator):
+    if flat.hermitian:
         return
-    tag = "traceax.hermitian_tag" if is_complex(operator) else "lineax.symmetric_tag"
+    is_real = jnp.issubdtype(flat.dtype, jnp.floating)
+    tag = "lineax.symmetric_tag" if is_real else "traceax.hermitian_tag"
     raise ValueError(
-        "`operator` must be Hermitian, and say so by a tag. Found `operator` of type "
-        f"{type(operator).__name__} without one. If it is, wrap it: "
-        f"`lineax.TaggedLinearOperator(operator, {tag})`, or "
+        "`operator` must be Hermitian, and say so by a tag. Found `operator` without "
+        f"one. If it is, say so: `traceax.as_operator(operator, tags={tag})`, or "
         "`lineax.positive_semidefinite_tag` where that holds."
     )

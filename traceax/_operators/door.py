@@ -22,7 +22,7 @@ from .._core.code import Code, FlatFunction
 from .._core.flat import FlatOperator, from_flat, to_flat
 from .._core.jax_interfaces import ClosedJaxpr, jaxpr_as_fun
 from .._core.linearity import why_not_linear
-from .checks import check_is_operator
+from .checks import checked_operator
 from .determinant import SignLog, structured_log_det
 from .diagonal import diagonal_cost
 from .tags import dtypes, Symmetry, symmetry_of
@@ -66,6 +66,11 @@ class EnteredOperator(eqx.Module):
         return self._unflatten([None] * self._treedef.num_leaves)[0]
 
     @property
+    def facts(self) -> Facts:
+        """The facts without their arrays: what they cost."""
+        return self._unflatten([None] * self._treedef.num_leaves)[1]
+
+    @property
     def code(self) -> Code:
         """The code of a matvec."""
         return self.flat.fn.code  # pyright: ignore[reportFunctionMemberAccess]
@@ -93,10 +98,12 @@ class EnteredOperator(eqx.Module):
 def enter(
     operator: Any, *, name: str = "operator", square: bool = True, second: Any = None
 ) -> EnteredOperator:
-    """Check an operator and trace it. `name` is the name of the argument in error
-    messages. `second` is the argument that follows it: if that is an operator, and the
-    first is none, the message says that they are swapped."""
-    structures = check_is_operator(operator, name=name, square=square, second=second)
+    """Convert a matrix to an operator, check it and trace it. `name` is the name of the
+    argument in error messages. `second` is the argument that follows it: if that is an
+    operator, and the first is none, the message says that they are swapped."""
+    operator, inputs, outputs = checked_operator(
+        operator, name=name, square=square, second=second
+    )
     leaves, treedef = jax.tree.flatten(operator)
     arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
     others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
@@ -110,19 +117,19 @@ def enter(
     static = treedef, others, symmetry._replace(assumed=assumed)
     with standard_promotion(), explain_index_overflow():
         traced = _trace.trace(static, arrays)
-        setup, outputs = traced.jaxpr, traced.out_info
+        setup, opened = traced.jaxpr, traced.out_info
         if len(setup.in_avals) > len(arrays):
             # The operator closes over values that an outer transformation traces.
             # `jax.jit` turns them into hidden arguments, which have no values here;
             # `jax.make_jaxpr` turns them into constants, which have.
             trace = jax.make_jaxpr(ft.partial(_open, static), return_shape=True)
-            setup, outputs = trace(arrays)
+            setup, opened = trace(arrays)
     return EnteredOperator(
         arrays=[*setup.consts, *arrays],
-        structure=structures[0],
-        image=structures[1],
+        structure=inputs,
+        image=outputs,
         _setup=Code.of(setup.jaxpr),
-        _treedef=jax.tree.structure(outputs),
+        _treedef=jax.tree.structure(opened),
     )
 
 

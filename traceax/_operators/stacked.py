@@ -6,7 +6,7 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .checks import check_is_operator
+from .checks import checked_operator
 
 
 class _Stacked(eqx.Module):
@@ -16,20 +16,22 @@ class _Stacked(eqx.Module):
         return tuple(operator.mv(vector) for operator in self.operators)
 
 
-def stack_operators(operators: dict[str, Any]) -> lx.FunctionLinearOperator:
+def stack_operators(
+    operators: dict[str, Any],
+) -> tuple[lx.FunctionLinearOperator, tuple[lx.AbstractLinearOperator, ...]]:
     """Stack square operators on the same space: `v -> (A v, B v, ...)`. The keys of
-    `operators` are the names of the arguments, for error messages."""
-    for name, operator in operators.items():
-        check_is_operator(operator, name=name)
-    (name, first), *others = operators.items()
-    structure = first.in_structure()
+    `operators` are the names of the arguments, for error messages. Returns the stack, and
+    the operators that it is made of, since matrices are converted."""
+    checked = {name: checked_operator(x, name=name) for name, x in operators.items()}
+    (name, first), *others = checked.items()
     for other, operator in others:
-        if operator.in_structure() != structure:
+        if operator.inputs != first.inputs:
             raise ValueError(
                 f"`{name}` and `{other}` must have the same structure, because they are "
-                f"applied to the same vectors. Found in_structure()={structure} and "
-                f"{operator.in_structure()}."
+                f"applied to the same vectors. Found in_structure()={first.inputs} and "
+                f"{operator.inputs}."
             )
+    parts = tuple(each.operator for each in checked.values())
     # A module, unlike a closure, is compiled once for all operators of its kind.
-    fn = _Stacked(tuple(operators.values()))
-    return lx.FunctionLinearOperator(fn, structure, closure_convert=False)
+    fn = _Stacked(parts)
+    return lx.FunctionLinearOperator(fn, first.inputs, closure_convert=False), parts

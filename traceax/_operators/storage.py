@@ -61,7 +61,7 @@ class _Function:
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
         chunk = self.fn(start, stop)
-        _refuse_masked(f"x({start}, {stop})", chunk)
+        refuse_masked(f"x({start}, {stop})", chunk)
         chunk = np.asarray(chunk)
         expected = _chunk_shape(self.shape, self.axis, stop - start)
         lines = _describe_range(self.axis, start, stop)
@@ -212,7 +212,7 @@ def open_storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractSt
             )
         first = _Function(x, shape, axis)(0, min(_FIRST_CHUNK, shape[axis]))
         return OnHost.of(_Function(x, shape, axis, first.dtype), 0, first)
-    _refuse_masked("x", x)
+    refuse_masked("x", x)
     if not eqx.is_array_like(x) or np.ndim(x) != 2 or 0 in np.shape(x):
         raise TypeError(
             "`x` must be an array or a `numpy.memmap` with two axes, of at least one row "
@@ -231,7 +231,7 @@ def open_storage(x: Any, shape: tuple[int, int] | None, axis: int) -> AbstractSt
     return OnDevice(array=x, axis=axis, shape=(n, m), dtype=dtype)
 
 
-def _refuse_masked(name: str, x: Any) -> None:
+def refuse_masked(name: str, x: Any) -> None:
     """Raise for an array with a mask, which JAX would ignore."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(

@@ -27,10 +27,8 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, NormalSampler
 from .._numerics.dense import eigh, normalise, thin_svd
 from .._numerics.nystrom import nystrom, orthonormalise
-from .._operators.checks import check_is_operator
-from .._operators.diagonal import diagonal_cost
-from .._operators.door import enter
-from .._operators.tags import sign_of
+from .._operators.convert import OperatorLike
+from .._operators.door import enter, EnteredOperator
 from .._run.call import call
 from .._run.execution import AbstractExecution, Local
 from .diagonal import DiagonalPreconditioner
@@ -44,14 +42,13 @@ from .scaled import checked_shift, ScaledPreconditioner
 FIRST_PROBE = 2**30
 
 
-def _checked_rank(operator: lx.AbstractLinearOperator, rank: int) -> int:
-    check_is_operator(operator)
-    rank = min(check_positive("rank", rank), operator.in_size())
-    if sign_of(operator) <= 0:
+def _checked_rank(entered: EnteredOperator, rank: int) -> int:
+    rank = min(check_positive("rank", rank), entered.size)
+    if entered.flat.sign <= 0:
         raise ValueError(
             "A preconditioner needs an `operator` tagged positive semidefinite. Found "
-            f"one of type {type(operator).__name__} without the tag. If it is, say so: "
-            "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)`."
+            "one without the tag. If it is, say so: `traceax.as_operator(operator, "
+            "tags=lineax.positive_semidefinite_tag)`."
         )
     return rank
 
@@ -118,7 +115,7 @@ def assemble(
 
 
 def nystrom_preconditioner(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     rank: int,
     *,
     key: PRNGKeyArray,
@@ -192,7 +189,8 @@ def nystrom_preconditioner(
         ```
     """
     check_key(key)
-    rank, entered = _checked_rank(operator, rank), enter(operator)
+    entered = enter(operator)
+    rank = _checked_rank(entered, rank)
     shift, scaling = checked_shift(shift, entered)
     preconditioner = call(
         _nystrom,
@@ -233,7 +231,7 @@ def _scaled(flat: FlatOperator, scaling: DiagonalPreconditioner | None) -> FlatO
 
 
 def pivoted_cholesky_preconditioner(
-    operator: lx.AbstractLinearOperator,
+    operator: OperatorLike,
     rank: int,
     *,
     shift: PyTree[Array | float] | None = None,
@@ -306,14 +304,13 @@ def pivoted_cholesky_preconditioner(
         }
         ```
     """
-    rank, n = _checked_rank(operator, rank), operator.in_size()
     entered = enter(operator)
+    rank, n = _checked_rank(entered, rank), entered.size
     shift, scaling = checked_shift(shift, entered)
-    if diagonal is None and diagonal_cost(operator) > 0:
+    if diagonal is None and entered.facts.diagonal_cost > 0:
         raise ValueError(
-            "`diagonal` is missing, and lineax does not know it for an operator of type "
-            f"{type(operator).__name__}. Pass it, or use "
-            "`traceax.nystrom_preconditioner`, which needs no diagonal."
+            "`diagonal` is missing, and lineax does not know it for this `operator`. "
+            "Pass it, or use `traceax.nystrom_preconditioner`, which needs no diagonal."
         )
     diagonal = None if diagonal is None else jnp.asarray(diagonal)
     if diagonal is not None and diagonal.shape != (n,):

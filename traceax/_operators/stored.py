@@ -1,0 +1,159 @@
+"""Operators of matrices that are stored, dense or sparse, with what their entries show:
+whether they are Hermitian, and whether they are diagonal."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact
+
+from .._core.arithmetic import standard_promotion
+from .._core.jax_interfaces import Tracer
+from .tags import hermitian_tag
+
+
+# Rows and columns of blocks that are compared at a time. They fit into the cache of a
+# core, so that a whole matrix takes the time of about two matvecs.
+_BLOCK = 256
+
+
+def of_dense(
+    x: np.ndarray | Array, dtype: np.dtype, tags: frozenset[object]
+) -> lx.AbstractLinearOperator:
+    """The operator of an array with two axes, in `dtype`."""
+    x = np.asarray(x, dtype) if isinstance(x, np.ndarray) else x.astype(dtype)
+    entries = _visible(x) if x.shape[0] == x.shape[1] else None
+    if entries is not None:
+        # Inside of `jax.jit` JAX would trace the comparisons.
+        with jax.ensure_compile_time_eval():
+            tags |= _tags_of(_is_hermitian(entries), dtype)
+            if _is_diagonal(entries):
+                return _diagonal(entries.diagonal(), tags)
+    return lx.MatrixLinearOperator(jax.device_put(x), tags)
+
+
+def _visible(x: np.ndarray | Array) -> np.ndarray | Array | None:
+    """An array whose entries can be compared at little cost: one of NumPy, unless they
+    are on an accelerator. None if they are traced, or on several devices."""
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, Tracer) or len(x.sharding.device_set) > 1:
+        return None
+    (device,) = x.devices()
+    return jax.device_get(x) if device.platform == "cpu" else x
+
+
+def _blocks(x: np.ndarray | Array) -> Iterator[slice]:
+    """Ranges of rows, all of them at once on an accelerator."""
+    size = _BLOCK if isinstance(x, np.ndarray) else len(x)
+    return (slice(i, i + size) for i in range(0, len(x), size))
+
+
+def _is_hermitian(x: np.ndarray | Array) -> bool:
+    """Whether `A = A*`, to the last bit. Others mostly fail in the first block."""
+    return all(
+        bool((x[rows, columns] == x[columns, rows].conj().T).all())
+        for rows in _blocks(x)
+        for columns in _blocks(x[: rows.stop])
+    )
+
+
+def _is_diagonal(x: np.ndarray | Array) -> bool:
+    return all(
+        bool((x[rows] != 0).sum() == (x.diagonal()[rows] != 0).sum())
+        for rows in _blocks(x)
+    )
+
+
+def _tags_of(hermitian: bool, dtype: np.dtype) -> frozenset[object]:
+    if not hermitian:
+        return frozenset()
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return frozenset({hermitian_tag if is_complex else lx.symmetric_tag})
+
+
+def _diagonal(
+    entries: np.ndarray | Array, tags: frozenset[object]
+) -> lx.AbstractLinearOperator:
+    operator = lx.DiagonalLinearOperator(jax.device_put(entries))
+    # lineax knows that it is symmetric.
+    tags -= {lx.symmetric_tag}
+    return lx.TaggedLinearOperator(operator, tags) if tags else operator
+
+
+class _SparseProduct(eqx.Module):
+    """`v -> A v`. A module, unlike a closure, is traced once for all matrices of its
+    shape and number of entries."""
+
+    matrix: Any
+
+    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        return self.matrix @ vector
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether this is a sparse matrix of SciPy, or a BCOO or BCSR without batches."""
+    if not hasattr(x, "shape") or isinstance(x, np.ndarray | jax.Array | np.generic):
+        return False
+    # These imports take a third of a second, and are made by who has a sparse matrix.
+    from jax.experimental.sparse import BCOO, BCSR
+    from scipy.sparse import issparse
+
+    if isinstance(x, BCOO | BCSR):
+        return x.ndim == 2 and x.n_batch == x.n_dense == 0
+    return issparse(x) and x.ndim == 2
+
+
+def of_sparse(
+    x: Any, dtype: np.dtype, tags: frozenset[object]
+) -> lx.AbstractLinearOperator:
+    """The operator of a sparse matrix, in `dtype`."""
+    from jax.experimental.sparse import BCOO
+    from scipy.sparse import coo_array, issparse
+
+    if issparse(x):
+        entries: Any = coo_array(x).astype(dtype)
+        # On a CPU a BCSR takes as long as this for blocks of vectors, and five times as
+        # long for one: it finds the rows of its entries anew in each product.
+        indices = np.stack([entries.row, entries.col], axis=1).astype(np.int32)
+        matrix = BCOO(jax.device_put((entries.data, indices)), shape=entries.shape)
+    else:
+        matrix = eqx.tree_at(lambda x: x.data, x, x.data.astype(dtype))
+        entries = _entries(matrix)
+    if entries is not None and x.shape[0] == x.shape[1]:
+        rows = entries.tocsr()
+        tags |= _tags_of((rows != rows.conj().T).nnz == 0, dtype)
+        if (entries.row == entries.col).all():
+            return _diagonal(entries.diagonal().astype(dtype), tags)
+    return lx.FunctionLinearOperator(
+        _SparseProduct(matrix),
+        jax.ShapeDtypeStruct((x.shape[1],), dtype),
+        tags,
+        closure_convert=False,
+    )
+
+
+def _entries(x: Any) -> Any:
+    """The entries of a BCOO or BCSR as a `scipy.sparse.coo_array`; None if they cannot be
+    seen."""
+    from jax.experimental.sparse import BCOO
+    from scipy.sparse import coo_array, csr_array
+
+    if any(_visible(leaf) is None for leaf in jax.tree.leaves(x)):
+        return None
+    data, *indices = map(np.asarray, jax.device_get(jax.tree.leaves(x)))
+    with standard_promotion():
+        # SciPy has neither float16 nor bfloat16.
+        data = data.astype(jnp.promote_types(data.dtype, jnp.float32))
+    if isinstance(x, BCOO):
+        # Entries outside of the matrix fill the arrays up.
+        inside = (indices[0] < x.shape).all(axis=1)
+        rows, columns = indices[0][inside].T
+        return coo_array((data[inside], (rows, columns)), shape=x.shape)
+    count = indices[1][-1]
+    parts = data[:count], indices[0][:count], indices[1]
+    return csr_array(parts, shape=x.shape).tocoo()
