@@ -251,8 +251,8 @@ def test_almost_symmetric():
 
 def test_arguments():
     operator = matrix_free(DEFINITE)
-    with pytest.raises(TypeError, match="must be a `lineax"):
-        tx.check_operator(DEFINITE, key=KEY)
+    with pytest.raises(TypeError, match="must be a matrix"):
+        tx.check_operator(DEFINITE[0], key=KEY)
     with pytest.raises(TypeError, match="`key` must be one JAX PRNG key"):
         tx.check_operator(operator, key=0)
     with pytest.raises(ValueError, match="`key` is missing"):

@@ -386,7 +386,7 @@ def of_first(other, function=tx.Log(), *estimator, **settings):
             r"`operator` and `other` must have the same structure.*\(24,\).*\(23,\)",
         ),
         (lambda: of_first(SINGLE), ValueError, "same structure.*float64.*float32"),
-        (lambda: of_first(np.eye(N)), TypeError, "Wrap a matrix"),
+        (lambda: of_first(np.ones(N)), TypeError, "`other` must be a matrix"),
         (
             lambda: of_first(SECOND, tx.Log(), tx.KrylovAwareEstimator()),
             TypeError,

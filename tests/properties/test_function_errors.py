@@ -140,13 +140,17 @@ every_integer = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("operator", "parts"),
     [
-        pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
-        pytest.param(MATRIX, ["`lineax.MatrixLinearOperator("], id="array"),
-        pytest.param("matrix", ["str", "Wrap its product"], id="other"),
+        pytest.param(
+            lambda v: v,
+            ["function", "`traceax.as_operator(function, like)`"],
+            id="function",
+        ),
+        pytest.param(MATRIX[0], ["shape (12,)", "a vector is no operator"], id="array"),
+        pytest.param("matrix", ["str", "Pass an array"], id="other"),
     ],
 )
 def test_not_an_operator(name, operator, parts):
-    parts = ["`operator` must be a `lineax.AbstractLinearOperator`", *parts]
+    parts = ["`operator` must be a matrix or a linear operator", *parts]
     check(TypeError, parts, lambda: OPERATOR_CALLS[name](operator))
 
 
@@ -316,8 +320,8 @@ def test_krylov_is_no_method():
 def test_missing_tag(matrix, tags, fix):
     parts = [
         "`operator` must be Hermitian",
-        "Found `operator` of type FunctionLinearOperator without",
-        f"`lineax.TaggedLinearOperator(operator, {fix})`",
+        "Found `operator` without",
+        f"`traceax.as_operator(operator, tags={fix})`",
         "`lineax.positive_semidefinite_tag`",
     ]
     operator = matrix_free(matrix, tags)
@@ -328,8 +332,8 @@ def test_missing_tag(matrix, tags, fix):
 @pytest.mark.parametrize("tags", [(), lx.symmetric_tag, NSD])
 @pytest.mark.parametrize("name", ["nystrom", "pivoted_cholesky"])
 def test_preconditioner_of_an_operator_without_the_tag(name, tags):
-    parts = ["`operator`", "Found one of type MatrixLinearOperator without the tag"]
-    parts.append("TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)")
+    parts = ["`operator`", "Found one without the tag"]
+    parts.append("as_operator(operator, tags=lineax.positive_semidefinite_tag)")
     operator = lx.MatrixLinearOperator(MATRIX, tags)
     check(ValueError, parts, lambda: OPERATOR_CALLS[name](operator))
 

@@ -111,13 +111,17 @@ def test_operator_structure(fn, structure, exception, parts):
 @pytest.mark.parametrize(
     ("operator", "parts"),
     [
-        pytest.param(lambda v: v, ["function", "FunctionLinearOperator("], id="function"),
-        pytest.param(MATRIX, ["Array", "`lineax.MatrixLinearOperator("], id="array"),
-        pytest.param("matrix", ["str", "Wrap its product"], id="other"),
+        pytest.param(
+            lambda v: v,
+            ["function", "`traceax.as_operator(function, like)`"],
+            id="function",
+        ),
+        pytest.param(MATRIX[0], ["shape (12,)", "a vector is no operator"], id="array"),
+        pytest.param("matrix", ["str", "Pass an array"], id="other"),
     ],
 )
 def test_not_an_operator(operator, parts):
-    parts = ["`operator` must be a `lineax.AbstractLinearOperator`", *parts]
+    parts = ["`operator` must be a matrix or a linear operator", *parts]
     check(TypeError, parts, lambda: tx.trace(operator, k=4, key=KEY))
     check(TypeError, parts, lambda: tx.select_trace_estimator(operator, 4))
 
@@ -208,7 +212,7 @@ def test_missing_tag(estimator):
         f"`{estimator.__name__}` needs",
         "semidefinite",
         "Found `operator` without the tag",
-        "lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)",
+        "traceax.as_operator(operator, tags=lineax.positive_semidefinite_tag)",
         "`traceax.XTraceEstimator`",
     ]
     untagged = matrix_free(MATRIX)
@@ -498,7 +502,7 @@ def test_a_run_goes_on_with_no_smaller_budget():
         ),
         (
             lambda: tx.trace([[1.0, 2.0], [3.0, 4.0]], k=2, key=KEY),
-            ["object of type list", "`lineax.MatrixLinearOperator(jnp.asarray(matrix))`"],
+            ["object of type list", "`jnp.asarray(matrix)`"],
         ),
         (
             lambda: tx.select_trace_estimator(TAGGED, tx.Adaptive(rtol=0.1, max_k=8)),

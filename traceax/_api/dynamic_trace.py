@@ -145,7 +145,7 @@ class DynamicTrace(eqx.Module):
     def __check_init__(self):
         if not callable(self.operator):
             raise TypeError(
-                "`operator` must be a function of the parameters to a `lineax` operator. "
+                "`operator` must be a function of the parameters to an operator. "
                 f"Found an object of type {type(self.operator).__name__}. Pass, for "
                 "example, `lambda p: traceax.hessian(loss, p)`."
             )
@@ -225,8 +225,8 @@ class DynamicTrace(eqx.Module):
 
         **Raises:**
 
-        - `TypeError`: `state` is not the state of a solution; the operator is not a
-            `lineax` operator.
+        - `TypeError`: `state` is not the state of a solution; the function does not
+            return an operator.
         - `ValueError`: the operator for the new parameters is not square, or its
             structure differs from that of the operator for the last parameters.
         - An `equinox` run-time error with `throw=True`: a matvec was not finite.
