@@ -325,10 +325,10 @@ def _test_semidefinite(
     notes.findings.append(f"{ritz_range} in {steps} Lanczos steps.")
     tag = hermitian_tag if is_complex(operator) else lx.symmetric_tag
     positive, negative = smallest >= -floor, largest <= floor
-    known = sign_of(operator)
+    tagged_sign = sign_of(operator)
     for sign, fits, says, stronger in (
-        ("negative", negative, known < 0, lx.negative_semidefinite_tag),
-        ("positive", positive, known > 0, lx.positive_semidefinite_tag),
+        ("negative", negative, tagged_sign < 0, lx.negative_semidefinite_tag),
+        ("positive", positive, tagged_sign > 0, lx.positive_semidefinite_tag),
     ):
         if says and not fits:
             notes.problems.append(
@@ -337,7 +337,7 @@ def _test_semidefinite(
             )
         if fits:
             tag = stronger
-        if fits and known == 0:
+        if fits and tagged_sign == 0:
             notes.findings.append(
                 "All have one sign. If you know that all eigenvalues do, "
                 f"`lineax.{sign}_semidefinite_tag` fits."
