@@ -122,13 +122,13 @@ from ._quadrature.functions import (
     Power,
 )
 from ._run.adaptive import Adaptive
-from ._run.norms import each_entry, each_leaf
 from ._run.devices import (
     default_device,
     devices,
     probe_mesh,
 )
 from ._run.execution import AbstractExecution, Local
+from ._run.norms import each_entry, each_leaf
 from ._run.sharded import Sharded
 from ._run.steps import AdaptiveSteps
 

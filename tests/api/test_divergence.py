@@ -158,7 +158,7 @@ def test_complex_field():
             return solution.value, solution.std_err
 
         slopes = [
-            jax.grad(lambda m: jnp.abs(f(m)) ** 2)(matrix)
+            jax.grad(lambda m, f=f: jnp.abs(f(m)) ** 2)(matrix)
             for f in (lambda m: exact_of(m, x)[0], lambda m: reference(m, x))
         ]
         return exact_of(matrix, x), reference(matrix, x), slopes, jax.lax.map(one, keys)

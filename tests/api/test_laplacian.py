@@ -305,7 +305,8 @@ def test_complex_function():
     def run(w, x):
         found, expected = by_taylor(w, x), of_parts(w, x)
         slopes = [
-            jax.grad(lambda w: jnp.abs(f(w, x)[0]) ** 2)(w) for f in (by_taylor, of_parts)
+            jax.grad(lambda w, f=f: jnp.abs(f(w, x)[0]) ** 2)(w)
+            for f in (by_taylor, of_parts)
         ]
         return found, expected, slopes
 

@@ -103,13 +103,13 @@ def diagonal_of_function(
     matvecs, or twice as many with a real operator for a complex function: one more run
     examines the spectrum, and with [`traceax.AdaptiveSteps`][] another one chooses the
     steps. Memory is that of `estimator`, and `num_steps` vectors for each probe of a
-    block. `std_err` is the sampling error, and with [`traceax.AdaptiveSteps`][] counts the
-    remaining error of the Krylov approximation. [`traceax.Solution.interval`][] always
-    counts it: for each entry the error in that one run, and at least the root mean square. Too few steps
-    do not show where the spectrum begins. The interval of a function that is infinite at
-    zero, such as the inverse, then has an infinite end, and where the steps were chosen
-    the call fails: allow more of them, pass a preconditioner, or shift the operator.
-    `stats` has, beside the entries described there,
+    block. `std_err` is the sampling error, and with [`traceax.AdaptiveSteps`][] counts
+    the remaining error of the Krylov approximation. [`traceax.Solution.interval`][]
+    always counts it: for each entry the error in that one run, and at least the root mean
+    square. Too few steps do not show where the spectrum begins. The interval of a
+    function that is infinite at zero, such as the inverse, then has an infinite end, and
+    where the steps were chosen the call fails: allow more of them, pass a preconditioner,
+    or shift the operator. `stats` has, beside the entries described there,
 
     - `"ritz_values"`: the smallest and the largest Ritz value of that run (of M, if there
         is a preconditioner);

@@ -3,6 +3,7 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.flat import freeze, to_flat

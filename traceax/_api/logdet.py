@@ -92,7 +92,9 @@ def _automatic(
     more without a preconditioner."""
     is_adaptive = isinstance(k, Adaptive) and isinstance(num_steps, AdaptiveSteps)
     is_plain = isinstance(estimator, SLQEstimator) and estimator.lower_bound is None
-    return AutoPreconditioner() if is_adaptive and is_plain and operator.flat.sign else None
+    return (
+        AutoPreconditioner() if is_adaptive and is_plain and operator.flat.sign else None
+    )
 
 
 def _singular_if_zero(estimate: Estimate) -> Estimate:

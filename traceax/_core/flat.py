@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, Bool, DTypeLike, Inexact, PyTree
 
-from .results import failure, RESULTS
-
 from .arithmetic import complex_dtype
+from .results import failure, RESULTS
 
 
 @contextlib.contextmanager

@@ -138,9 +138,7 @@ class AutoPreconditioner(AbstractPreconditioning):
     shift: Scalar | None
     max_rank: int | None = eqx.field(static=True)
 
-    def __init__(
-        self, shift: Scalar | float | None = None, max_rank: int | None = None
-    ):
+    def __init__(self, shift: Scalar | float | None = None, max_rank: int | None = None):
         """**Arguments:**
 
         - `shift`: as above.

@@ -300,9 +300,7 @@ def _check_integer(name: str, value: Any, smallest: int) -> int:
     return number
 
 
-def _ratio(
-    width: Real[Array, "*s"], tolerance: Real[Array, "*s"]
-) -> Real[Array, "*s"]:
+def _ratio(width: Real[Array, "*s"], tolerance: Real[Array, "*s"]) -> Real[Array, "*s"]:
     safe = jnp.where(tolerance > 0, tolerance, 1)
     # An exact answer meets the tolerance zero; 0 / 0 would be NaN, and never stop.
     without_tolerance = jnp.where(width > 0, jnp.inf, 0)
