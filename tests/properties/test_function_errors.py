@@ -142,7 +142,7 @@ every_integer = pytest.mark.parametrize(
     [
         pytest.param(
             lambda v: v,
-            ["function", "`traceax.as_operator(function, like)`"],
+            ["`traceax.as_operator(function, like)`"],
             id="function",
         ),
         pytest.param(MATRIX[0], ["shape (12,)", "a vector is no operator"], id="array"),

@@ -113,7 +113,7 @@ def test_operator_structure(fn, structure, exception, parts):
     [
         pytest.param(
             lambda v: v,
-            ["function", "`traceax.as_operator(function, like)`"],
+            ["`traceax.as_operator(function, like)`"],
             id="function",
         ),
         pytest.param(MATRIX[0], ["shape (12,)", "a vector is no operator"], id="array"),
