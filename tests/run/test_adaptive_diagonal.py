@@ -127,8 +127,8 @@ def test_single_precision_stays(estimator, tags, matrix, rtol):
     assert not re.search(rf"f64\[(\d+,)*{N}[,\]]", traced)
 
 
-def vector_norm(tree):
-    return jnp.abs(jax.tree.leaves(tree)[0])
+def matrix_norm(tree):
+    return jnp.abs(jax.tree.leaves(tree)[0])[None]
 
 
 def failing(tree):
@@ -139,7 +139,7 @@ def failing(tree):
     ("norm", "message"),
     [
         ("max", "`norm` must be a function"),
-        (vector_norm, "a function that returns"),
+        (matrix_norm, "a function that returns"),
         (failing, "which raised RuntimeError for a pair of vectors: no"),
         (lambda tree: 1.0, "`norm` must be a function"),
         (lambda tree: jnp.zeros((), jnp.complex64), "a function that returns"),

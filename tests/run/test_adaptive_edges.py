@@ -58,7 +58,7 @@ def test_no_error_bar_of_an_exact_answer():
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"progress": True}, TypeError, "`progress` must be a progress meter"),
+        ({"progress": "yes"}, TypeError, "`progress` must be True, False or a"),
         ({"progress": eqxi.TextProgressMeter}, TypeError, "`progress` must be"),
         ({"callback": 5}, TypeError, "`callback` must be a function"),
         ({"history": "no"}, TypeError, "`history` must be True or False"),
