@@ -22,6 +22,7 @@ approximation by the matvecs that extend it.
 
 import functools as ft
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -64,9 +65,10 @@ _BLOCK_SIZE = 8
 _PROBES_TO_RANK = 4
 # How many further blocks are looked ahead: one alone may not save a step.
 _MOST_AHEAD = 3
-# An approximation is used if it makes the remaining call so many times cheaper: forecasts
-# are uncertain, and on flat spectra approximations of a low rank add variance.
-_MIN_GAIN = 2
+# An approximation is used if it makes the remaining call and the second moment so many
+# times smaller. Forecasts are uncertain, and on flat spectra approximations of a low rank
+# add variance.
+_MIN_GAIN, _MIN_REDUCTION = 2, 10
 # The largest rank by default, and where vectors are long, as many numbers as its buffers
 # have at most: 1 GiB in float32.
 _MAX_RANK, _MAX_ENTRIES = 256, 2**28
@@ -169,123 +171,106 @@ class AutoPreconditioner(AbstractPreconditioning):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Preconditioner:
-        flat, eps = operator.frozen, operator.eps
+        flat, known = operator.frozen, self.shift
         n, real = flat.size, jnp.finfo(flat.dtype).dtype
         rank = min(self.max_rank or _default_rank(n), n)
         block = min(_BLOCK_SIZE, rank)
-        known = self.shift
         if known is not None:
             known = jax.lax.stop_gradient(jnp.asarray(known, real))
-        forecast = ft.partial(
-            _forecast,
-            k=k,
-            num_steps=num_steps,
-            # Without a lower bound, steps are made until no eigenvalue can be hidden.
-            hidden=n / SEEN_BY_ONE if known is None else 0.0,
-        )
-
-        def add_block(growth: _Growth) -> _Growth:
-            blocks = growth.blocks
-            indices = FIRST_PROBE + blocks * block + jnp.arange(block)
-            z = draw_for(flat, NormalSampler(), key, indices)
-            root = _InverseRoot.of(growth)
-            x = root.apply(growth.grown, z)
-            grown, coordinates = growth.grown.grow(matmat, x, blocks)
-            pairs = grown.ritz(eps)
-            shift = _estimate(pairs, block) if known is None else known / grown.scale
-            shift = jnp.maximum(shift, eps)
-            # Without a rank, P is the shift alone, and z does not depend on it.
-            used = jnp.where(blocks == 0, shift, growth.shift)
-            # The matvecs were made with an orthonormal basis of X, not with X itself.
-            inner = (grown.products - used.astype(z.dtype) * grown.basis) @ coordinates
-            image = root.apply(grown, grown.joint @ inner)
-            # Off the range of A_hat, `root.apply(x)` equals z. They are subtracted first,
-            # since a small residual would drown in the rounding errors of z.
-            residual = image / used.astype(z.dtype) + (root.apply(grown, x) - z)
-            moments = _Moments(
-                first=jnp.sum((z.conj() * residual).real) / block,
-                second=jnp.sum(jnp.abs(residual) ** 2) / block,
-                shift=used,
-            )
-            # These moments describe the approximation before this block. The block itself
-            # is assumed to reduce them by the square root of the rate, and each further
-            # block by the whole rate. A rate is the mean of two blocks, where there are.
-            current = moments.relative_to(shift, n)
-            reduction = current / growth.earlier[0].relative_to(shift, n)
-            reduction = jnp.where((reduction < 1) & (blocks > 0), reduction, 1)
-            rate = reduction ** (1 / jnp.clip(blocks, 1, 2))
-            expected = current * jnp.sqrt(rate)
-            log_det = n * jnp.log(shift * grown.scale) + root.log_ratio
-            cost, variance = forecast(expected, log_det=log_det)
-            further = [
-                forecast(expected * rate**i, log_det=log_det, reference=variance)[0]
-                + i * block
-                for i in range(1, _MOST_AHEAD + 1)
-            ]
-            blocks = blocks + 1
-            pays = jnp.min(jnp.stack(further)) < cost
-            pays |= cost > _PROBES_TO_RANK * block * (blocks + 1)
-            earlier = jax.tree.map(
-                lambda x, y: jnp.where(blocks == 1, x, y), moments, growth.earlier[1]
-            )
-            return _Growth(
-                grown=grown,
-                pairs=pairs,
-                shift=shift,
-                blocks=blocks,
-                earlier=(earlier, moments),
-                plain=jax.tree.map(
-                    lambda x, y: jnp.where(blocks == 1, x, y), moments, growth.plain
-                ),
-                expected=expected,
-                log_det=log_det,
-                unfinished=(blocks < rank // block) & pays,
-            )
-
+        # Without a lower bound, steps are made until no eigenvalue can be hidden.
+        hidden = n / SEEN_BY_ONE if known is None else 0.0
+        forecast = ft.partial(_forecast, k=k, num_steps=num_steps, hidden=hidden)
         with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
+            add_block = ft.partial(
+                _add_block,
+                flat=flat,
+                matmat=matmat,
+                key=key,
+                known=known,
+                max_blocks=rank // block,
+                forecast=forecast,
+            )
             start = _Growth.empty(n, rank // block * block, flat.dtype)
             end = jax.lax.while_loop(lambda x: x.unfinished, add_block, start)
-            grown = end.grown
-            log_det = n * jnp.log(end.shift * grown.scale)
-            plain_cost, variance = forecast(
-                end.plain.relative_to(end.shift, n), log_det=log_det
-            )
-            cost, _ = forecast(end.expected, log_det=end.log_det, reference=variance)
-            structure = jax.ShapeDtypeStruct((n,), flat.dtype)
-            shift = end.shift * grown.scale if known is None else known
             # As P <= A for a shift that is a lower bound, no eigenvalue of M is below 1,
             # up to rounding. Its mean is below 1 if the shift is above eigenvalues of A.
-            above = end.earlier[1].first > -n * eps**0.5
             lower_bound = None
             if known is not None:
+                above = end.earlier[1].first > -n * flat.eps**0.5
                 lower_bound = jnp.where(above, jnp.asarray(0.5, real), 0)
-            arguments = {"structure": structure, "num_matvecs": end.blocks * block}
+            return jax.lax.cond(
+                end.pays(forecast),
+                lambda: end.preconditioner(flat, known, lower_bound),
+                lambda: end.without_rank(known, lower_bound),
+            )
 
-            def low_rank():
-                scale = grown.scale.astype(flat.dtype)
-                return assemble(
-                    flat,
-                    basis=grown.joint @ grown.basis,
-                    products=scale * (grown.joint @ grown.products),
-                    shift=shift,
-                    lower_bound=lower_bound,
-                    **arguments,
-                )
 
-            def rank_zero():
-                zeros = jnp.zeros_like(grown.joint, shape=(n, grown.basis.shape[1] + 1))
-                return Preconditioner(
-                    vectors=zeros[:, 1:],
-                    values=jnp.zeros(grown.basis.shape[1], real),
-                    shift=jnp.ones((), real) if known is None else known,
-                    shift_direction=zeros[:, 0],
-                    template=lx.IdentityLinearOperator(structure),
-                    result=failure(False, RESULTS.nonfinite_product),
-                    least=lower_bound,
-                    num_matvecs=end.blocks * block,
-                )
+def _add_block(
+    growth: "_Growth",
+    *,
+    flat: FlatOperator,
+    matmat: Callable[[Array], Array],
+    key: PRNGKeyArray | None,
+    known: Real[Array, ""] | None,
+    max_blocks: int,
+    forecast: Callable[..., tuple[Array, Array]],
+) -> "_Growth":
+    """The approximation with one more block, after a test of the one without it."""
+    n, block = flat.size, growth.rank // max_blocks
+    blocks, root = growth.blocks, _InverseRoot.of(growth)
+    indices = FIRST_PROBE + blocks * block + jnp.arange(block)
+    z = draw_for(flat, NormalSampler(), key, indices)
+    x = root.apply(growth.grown, z)
+    grown, coordinates = growth.grown.grow(matmat, x, blocks)
+    pairs = grown.ritz(flat.eps)
+    shift = _estimate(pairs, block) if known is None else known / grown.scale
+    shift = jnp.maximum(shift, flat.eps)
+    # Without a rank P is a multiple of the identity, and x does not depend on it.
+    used = jnp.where(blocks == 0, shift, growth.shift)
+    # The matvecs were made with an orthonormal basis of X, not with X itself.
+    inner = (grown.products - used.astype(z.dtype) * grown.basis) @ coordinates
+    image = root.apply(grown, grown.joint @ inner)
+    # Off the range of A_hat, `root.apply(x)` equals z. They are subtracted first, since a
+    # small residual would drown in the rounding errors of z.
+    residual = image / used.astype(z.dtype) + (root.apply(grown, x) - z)
+    moments = _Moments(
+        first=jnp.sum((z.conj() * residual).real) / block,
+        second=jnp.sum(jnp.abs(residual) ** 2) / block,
+        shift=used,
+    )
+    # These moments describe the approximation before this block. The block itself is
+    # assumed to reduce them by the square root of the rate, and each further block by the
+    # whole rate. A rate is the mean of two blocks, where there are two.
+    current = moments.relative_to(shift, n)
+    reduction = current / growth.earlier[0].relative_to(shift, n)
+    reduction = jnp.where((reduction < 1) & (blocks > 0), reduction, 1)
+    rate = reduction ** (1 / jnp.clip(blocks, 1, 2).astype(reduction.dtype))
+    expected = current * jnp.sqrt(rate)
+    log_det = n * jnp.log(shift * grown.scale) + root.log_ratio
+    cost, variance = forecast(expected, log_det=log_det)
+    later = [
+        forecast(expected * rate**i, log_det=log_det, reference=variance)[0] + i * block
+        for i in range(1, _MOST_AHEAD + 1)
+    ]
+    blocks = blocks + 1
+    saves = jnp.min(jnp.stack(later)) < cost
+    saves |= cost > _PROBES_TO_RANK * block * (blocks + 1)
 
-            return jax.lax.cond(cost < plain_cost / _MIN_GAIN, low_rank, rank_zero)
+    def first_or(old):
+        return jax.tree.map(lambda x, y: jnp.where(blocks == 1, x, y), moments, old)
+
+    return _Growth(
+        grown=grown,
+        pairs=pairs,
+        shift=shift,
+        blocks=blocks,
+        num_matvecs=blocks * block,
+        earlier=(first_or(growth.earlier[1]), moments),
+        plain=first_or(growth.plain),
+        expected=expected,
+        log_det=log_det,
+        unfinished=(blocks < max_blocks) & saves,
+    )
 
 
 class _Moments(eqx.Module):
@@ -314,13 +299,14 @@ class _Growth(eqx.Module):
     - `earlier`, `plain`: the moments of the approximations before the last two blocks,
         and without one.
     - `expected`: the moments that are expected of the current approximation.
-    - `log_det`: the logarithm of the determinant of P.
+    - `log_det`: the logarithm of the determinant of the P that was tested last.
     """
 
     grown: ShiftedNystrom
     pairs: RitzPairs
     shift: Real[Array, ""]
     blocks: Int[Array, ""]
+    num_matvecs: Int[Array, ""]
     earlier: tuple[_Moments, _Moments]
     plain: _Moments
     expected: Real[Array, "2"]
@@ -337,12 +323,66 @@ class _Growth(eqx.Module):
             pairs=RitzPairs(jnp.tile(one, rank), jnp.eye(rank, dtype=dtype), 0 * one),
             shift=one,
             blocks=jnp.zeros((), jnp.int32),
+            num_matvecs=jnp.zeros((), jnp.int32),
             earlier=(ones, ones),
             plain=ones,
             expected=jnp.tile(one, 2),
             log_det=one,
             unfinished=jnp.ones((), bool),
         )
+
+    @property
+    def rank(self) -> int:
+        return self.grown.basis.shape[1]
+
+    def pays(self, forecast: Callable[..., tuple[Array, Array]]) -> Bool[Array, ""]:
+        """Whether the probes need far fewer matvecs with P than without it."""
+        n = self.grown.joint.shape[0]
+        log_det = n * jnp.log(self.shift * self.grown.scale)
+        plain = self.plain.relative_to(self.shift, n)
+        plain_cost, variance = forecast(plain, log_det=log_det)
+        cost, _ = forecast(self.expected, log_det=self.log_det, reference=variance)
+        return (cost < plain_cost / _MIN_GAIN) & (
+            self.expected[1] < plain[1] / _MIN_REDUCTION
+        )
+
+    def preconditioner(
+        self,
+        flat: FlatOperator,
+        known: Real[Array, ""] | None,
+        lower_bound: Real[Array, ""] | None,
+    ) -> Preconditioner:
+        grown = self.grown
+        scale = grown.scale.astype(flat.dtype)
+        return assemble(
+            flat,
+            basis=grown.joint @ grown.basis,
+            products=scale * (grown.joint @ grown.products),
+            shift=self.shift * grown.scale if known is None else known,
+            structure=self._structure,
+            num_matvecs=self.num_matvecs,
+            lower_bound=lower_bound,
+        )
+
+    def without_rank(
+        self, known: Real[Array, ""] | None, lower_bound: Real[Array, ""] | None
+    ) -> Preconditioner:
+        """The shift alone, or the identity if the shift is an estimate."""
+        n, rank = self.grown.joint.shape[0], self.rank
+        return Preconditioner(
+            vectors=jnp.zeros_like(self.grown.joint, shape=(n, rank)),
+            values=jnp.zeros_like(self.shift, shape=rank),
+            shift=jnp.ones_like(self.shift) if known is None else known,
+            shift_direction=jnp.zeros_like(self.grown.joint, shape=n),
+            template=lx.IdentityLinearOperator(self._structure),
+            num_matvecs=self.num_matvecs,
+            result=failure(False, RESULTS.nonfinite_product),
+            least=lower_bound,
+        )
+
+    @property
+    def _structure(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.grown.joint.shape[:1], self.grown.joint.dtype)
 
 
 def _estimate(pairs: RitzPairs, block: int) -> Real[Array, ""]:
@@ -412,7 +452,10 @@ def _forecast(
     adaptive k, the probes reach its tolerance. For a fixed number k, they reach the
     accuracy that k probes of the variance `reference` have.
 
-    As `P <= A`, also `M >= I`. The Gauss-Radau rule with the fixed node 1 replaces the
+    `hidden` is the number of eigenvalues at zero, over the number that is tolerated, for
+    which one step leaves room; 0 if a lower bound is known.
+
+    If `P <= A`, also `M >= I`. The Gauss-Radau rule with the fixed node 1 replaces the
     spectrum of M by `weight` eigenvalues `1 + t` and ones. It has the right moments:
     `weight t` and `weight t^2`.
     """
@@ -437,8 +480,8 @@ def _forecast(
     if not isinstance(num_steps, AdaptiveSteps):
         return probes * num_steps, variance
     # The width of the bracket is taken to be `4 weight contraction^steps`: Lanczos has
-    # this rate for eigenvalues between 1 and `root**2`.
-    # The largest is up to twice t: so it is where they fall geometrically.
+    # this rate for eigenvalues between 1 and `root**2`. If they fall geometrically, the
+    # largest is up to `1 + 2 t`.
     root = jnp.sqrt(1 + 2 * t)
     contraction = ((root - 1) / (root + 1)) ** 2
     ratio = 4 * weight / jnp.where(aim > 0, num_steps.share * aim, 1)
