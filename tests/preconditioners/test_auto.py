@@ -291,3 +291,101 @@ def test_shift_above_eigenvalues_that_the_sketch_sees():
     settings = {"k": 10, "num_steps": 10, "key": jr.key(1), "preconditioner": outer}
     solution = tx.logdet(operator, **settings)
     assert np.abs(solution.value - exact(matrix)) < 1e-2
+
+
+SIZE = 200
+LOOSE = tx.Adaptive(rtol=1e-2, max_k=64)
+SPECTRA = {
+    "decaying": 10 * 0.8 ** np.arange(SIZE) + 1e-3,
+    "ill conditioned": 10 * 0.8 ** np.arange(SIZE) + 1e-7,
+    "flat": np.linspace(1.0, 3.0, SIZE),
+    "algebraic": 100.0 * np.arange(1.0, SIZE + 1) ** -2,
+}
+
+
+@eqx.filter_jit
+def automatic(matrix, keys, preconditioner="auto"):
+    """Values, error bars, 95% intervals and matvecs for each key."""
+
+    def solve(key):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        settings = {"preconditioner": preconditioner, "throw": False}
+        solution = tx.logdet(operator, k=LOOSE, key=key, **settings)
+        interval = jnp.stack(solution.interval())
+        return solution.value, interval, solution.stats["num_matvecs"]
+
+    return jax.lax.map(solve, keys)
+
+
+def test_nothing_chosen():
+    """A call that chooses nothing makes less than a third of the matvecs where the
+    spectrum decays. Where it is flat the attempt takes at most a fifth, and the value is
+    that of the call without a preconditioner."""
+    keys = jr.split(KEY, 4)
+    for name in ("decaying", "ill conditioned", "flat"):
+        matrix = hermitian(0, SPECTRA[name])
+        values, _, spent = automatic(matrix, keys)
+        plain, _, without = automatic(matrix, keys, None)
+        assert np.all(np.abs(values / exact(matrix) - 1) <= 1.5e-2)
+        if name == "flat":
+            assert np.allclose(values, plain, rtol=1e-12)
+            assert np.all(spent - without <= 0.2 * spent)
+        else:
+            assert np.mean(spent) < np.mean(without) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECTRA)
+def test_intervals_without_a_shift_cover(name):
+    """At least 95 in 100 of 200 intervals, or three standard errors less."""
+    matrix = hermitian(0, SPECTRA[name])
+    _, intervals, _ = automatic(matrix, jr.split(KEY, 200))
+    low, high = intervals.T
+    inside = np.mean((low <= exact(matrix)) & (exact(matrix) <= high))
+    assert inside >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 200)
+
+
+@pytest.mark.slow
+def test_numbers_are_taken_as_they_are():
+    """Without a preconditioner, where `k` or `num_steps` is a number."""
+    operator = lx.MatrixLinearOperator(hermitian(0, SPECTRA["decaying"]), PSD)
+    for settings in ({"k": 6, "num_steps": 5}, {"k": LOOSE, "num_steps": 5}, {"k": 6}):
+        call = {"key": KEY, "throw": False, **settings}
+        found = tx.logdet(operator, **call)
+        plain = tx.logdet(operator, preconditioner=None, **call)
+        assert found.value == plain.value
+        assert found.stats["num_matvecs"] == plain.stats["num_matvecs"]
+
+
+@pytest.mark.slow
+def test_nothing_chosen_for_operators_without_a_logarithm():
+    """The failures of a call without a preconditioner."""
+    zeros = hermitian(0, np.where(np.arange(SIZE) < 60, 0.0, 1.0))
+    negative = hermitian(0, np.linspace(-1.0, 1.0, SIZE))
+    for matrix in (np.zeros((SIZE, SIZE)), zeros, negative):
+        operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+        found = tx.logdet(operator, k=LOOSE, key=KEY, throw=False)
+        assert found.result == tx.RESULTS.not_positive_definite
+        assert not np.isnan(found.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decaying", "flat"])
+def test_derivatives_of_a_call_that_chooses_nothing(name):
+    """Of first and second order, with and without a rank, also for a Hermitian matrix on
+    a mesh."""
+    matrix = hermitian(0, SPECTRA[name], np.complex128)
+    inverse = np.linalg.inv(matrix)
+    gradient = tx.SolveGradient(lx.CG(rtol=1e-8, atol=1e-8))
+
+    def value(shift, **settings):
+        operator = lx.MatrixLinearOperator(matrix + shift * jnp.eye(SIZE), PSD)
+        return tx.logdet(operator, k=LOOSE, key=KEY, throw=False, **settings).value
+
+    slope = jax.grad(value)(0.0)
+    assert np.isclose(slope, np.trace(inverse).real, rtol=0.05)
+    curvature = jax.grad(jax.grad(lambda x: value(x, gradient=gradient)))(0.0)
+    assert np.isclose(curvature, -np.trace(inverse @ inverse).real, rtol=0.05)
+    mesh = tx.Sharded(tx.probe_mesh())
+    on_mesh = jax.grad(lambda x: value(x, execution=mesh))(0.0)
+    assert np.isclose(on_mesh, slope, rtol=1e-6)

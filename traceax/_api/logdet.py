@@ -181,7 +181,11 @@ def logdet(
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
         of one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
-        [`traceax.AutoPreconditioner`][], which makes one and chooses its rank.
+        [`traceax.AutoPreconditioner`][], which makes one and chooses its rank; it is the
+        default, `"auto"`, for a tagged operator where neither `k` nor `num_steps` is a
+        number and the estimator is an `SLQEstimator` without a `lower_bound`. It tries 8
+        matvecs or more, and keeps the approximation if that pays. `None` makes none. With
+        a number for `k` or `num_steps` the default is none, and matvecs are as asked for.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where matvecs are made, and how many at a time.

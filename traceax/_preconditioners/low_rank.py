@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import RESULTS
@@ -103,9 +103,14 @@ class Preconditioner(AbstractPreconditioner):
             part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
             return jnp.matmul(self.vectors * inner, part, precision="highest")
 
-        # The rank zero, which `AutoPreconditioner` may choose, costs nothing.
-        part = jax.lax.cond(self.values[0] > 0, low_rank_part, jnp.zeros_like, x)
+        part = jax.lax.cond(self._has_rank, low_rank_part, jnp.zeros_like, x)
         return outer.astype(x.dtype) * x + part
+
+    @property
+    def _has_rank(self) -> Bool[Array, ""]:
+        """False if P is a multiple of the identity, as `AutoPreconditioner` chooses where
+        no rank pays. Then the low-rank part is skipped."""
+        return self.values[0] > 0
 
     def diagonal_of_power(self, exponent: float) -> Real[Array, " n"]:
         """The diagonal of $P^p$, by `O(n r)` operations."""
@@ -149,7 +154,12 @@ class Preconditioner(AbstractPreconditioner):
         left = jnp.concatenate([left, slope.astype(left.dtype) * direction], axis=1)
         right = jnp.concatenate([basis, direction], axis=1)
         frame = Frame(jax.lax.stop_gradient(left), right)
-        return attach(operator, value, frame, execution=execution)
+        return jax.lax.cond(
+            self._has_rank,
+            lambda value: attach(operator, value, frame, execution=execution),
+            lambda value: value,
+            value,
+        )
 
     def _split(self, z: Inexact[Array, "n k"]) -> Inexact[Array, "n p"]:
         """The vectors x over which the control variate sums `x* dP x`, from probes z.
