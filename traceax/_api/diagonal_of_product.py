@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.quantity import RowNorms
 from .._core.solution import Solution
 from .._functions.base import check_of_eigenvalues, check_real_on_reals
 from .._operators.checks import check_hermitian
+from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.adaptive import Adaptive
+from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
@@ -21,17 +21,17 @@ from .diagonal_of_product_task import DiagonalOfProduct, ProductDiagonal
 
 
 def diagonal_of_product(
-    factor: lx.AbstractLinearOperator,
-    operator: lx.AbstractLinearOperator,
+    factor: OperatorLike,
+    operator: OperatorLike,
     function: AbstractSpectralFunction | Callable[[Any], Any],
     *,
-    k: int | Adaptive,
+    k: int | Adaptive = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $X f(B) X^*$ for a Hermitian operator B: leverages
     $X (X^* X)^{-1} X^*$, predictive variances $K_* K^{-1} K_*^*$, and other quadratic
     forms $x_a^* f(B) x_a$ of all rows of X at the same time.
@@ -50,9 +50,7 @@ def diagonal_of_product(
         import traceax as tx
 
         x = jax.random.normal(jax.random.key(0), (1000, 20))
-        factor = lx.MatrixLinearOperator(x)
-        gram = lx.MatrixLinearOperator(x.T @ x, lx.positive_semidefinite_tag)
-        leverages = tx.diagonal_of_product(factor, gram, tx.Inverse(), k=20).value
+        leverages = tx.diagonal_of_product(x, x.T @ x, tx.Inverse(), k=20).value
         print(f"{jnp.sum(leverages):.3f}")  # 20.000
 
         # The variance that a Gaussian process predicts, with the kernel k(0) = 1.
@@ -60,8 +58,8 @@ def diagonal_of_product(
         between = jnp.exp(-50 * (new[:, None] - points) ** 2)
         kernel = jnp.exp(-50 * (points[:, None] - points) ** 2) + 0.1 * jnp.eye(400)
         explained = tx.diagonal_of_product(
-            lx.MatrixLinearOperator(between),
-            lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag),
+            between,
+            tx.as_operator(kernel, tags=lx.positive_semidefinite_tag),
             tx.Inverse(),
             k=200,
             key=jax.random.key(1),
@@ -71,10 +69,10 @@ def diagonal_of_product(
 
     **Arguments:**
 
-    - `factor`: X, any `lineax.AbstractLinearOperator` on the vectors of `operator`, with
-        images of any structure; let it have m rows.
+    - `factor`: X, any matrix or operator on the vectors of `operator`, with images of any
+        structure; let it have m rows.
     - `operator`, `function`: B, of size n, and f, as for [`traceax.function_of`][].
-    - `k`: the number of probes, a Python integer or [`traceax.Adaptive`][]. With `k >= n`
+    - `k`: the number of probes, a Python integer or [`traceax.Adaptive`][], the default. With `k >= n`
         the answer is exact, from n matvecs with `operator`, n with `factor`, and a dense
         factorisation.
     - `num_steps`: as for [`traceax.diagonal_of_function`][].
@@ -102,11 +100,9 @@ def diagonal_of_product(
     - `TypeError`: `function` has complex values.
     - `ValueError`: `factor` does not take the vectors of `operator`.
     """
-    entered, entered_factor = (
-        enter(operator, second=function),
-        enter(factor, name="factor", square=False),
-    )
-    check_hermitian(operator)
+    entered = enter(operator, second=function)
+    entered_factor = enter(factor, name="factor", square=False)
+    check_hermitian(entered.flat)
     if entered_factor.structure != entered.structure:
         raise ValueError(
             "`factor` must take the vectors of `operator`, since `factor f(operator) "

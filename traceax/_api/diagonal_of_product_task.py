@@ -47,6 +47,9 @@ class _Root(AbstractSpectralFunction):
     bracketed: ClassVar[bool] = False
     nonnegative: ClassVar[bool] = True
 
+    def __init__(self, function: AbstractSpectralFunction):
+        self.function = function
+
     @property
     def semidefinite_domain(self) -> bool:  # pyright: ignore
         return self.function.semidefinite_domain
@@ -108,6 +111,14 @@ class DiagonalOfProduct(AbstractTask):
         return "diagonal_of_product"
 
     @property
+    def title(self) -> str:
+        return f"Diagonal of a product with {self.function.title}"
+
+    @property
+    def chooses_steps(self) -> bool:
+        return isinstance(self.num_steps, AdaptiveSteps)
+
+    @property
     def min_matvecs(self) -> int:
         return 1
 
@@ -116,7 +127,7 @@ class DiagonalOfProduct(AbstractTask):
         return self.name
 
     def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps)
+        return exact_limit()
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution

@@ -93,6 +93,14 @@ class LogTraceExpUntagged(AbstractTask):
         return "log_trace_exp"
 
     @property
+    def title(self) -> str:
+        return "Logarithm of the trace of an exponential"
+
+    @property
+    def chooses_steps(self) -> bool:
+        return isinstance(self.num_steps, AdaptiveSteps)
+
+    @property
     def min_matvecs(self) -> int:
         return 1
 
@@ -101,7 +109,7 @@ class LogTraceExpUntagged(AbstractTask):
         return self.name
 
     def exact_limit(self, operator: FlatOperator) -> int:
-        return exact_limit(self.num_steps, orthogonal=False)
+        return exact_limit(orthogonal=False)
 
     def _scale_of(self, operator: FlatOperator) -> Real[Array, ""]:
         return self.scale.astype(operator.dtype)
@@ -112,7 +120,7 @@ class LogTraceExpUntagged(AbstractTask):
         eye = jnp.eye(operator.size, dtype=operator.dtype)
         matrix = execution.matmat(operator, eye)
         dense = dataclasses.replace(operator, fn=_Matrix(matrix))
-        scale, frozen = self._scale_of(operator), dense.frozen.fn.matrix
+        scale, frozen = self._scale_of(operator), jax.lax.stop_gradient(matrix)
         nodes, _ = eigh((frozen + frozen.T) / 2)
         shift = _largest(jax.lax.stop_gradient(scale), nodes)
         function, gradient = _ShiftedExp(scale, shift), LanczosGradient()
