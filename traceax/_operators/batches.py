@@ -144,8 +144,8 @@ def _stack_by_size(batches: list[PyTree]) -> list[tuple[PyTree[Array], float]]:
         raise ValueError(
             "`batches` must be alike if they are a list: of one structure, with arrays "
             "whose shapes differ only in the length of the leading axis, the number of "
-            f"examples, 1 or more. Found batches of shapes {distinct}. Pad other axes, "
-            "and pass the parts of stacked batches, images and labels, as a tuple."
+            f"examples, 1 or more. Found batches of shapes {distinct}. Pad other axes. "
+            "Pass the parts of stacked batches, such as images and labels, as a tuple."
         )
     total = sum(size for (size,) in sizes)
     alike: dict[int, list[PyTree]] = {}
