@@ -86,6 +86,7 @@ def test_products_and_tags(kind, matrix):
     assert not lx.is_positive_semidefinite(operator)
 
 
+@pytest.mark.slow(but=("numpy", "csr_array"))
 @every_kind
 def test_a_call_on_a_matrix_is_one_on_the_operator(kind):
     matrix = KINDS[kind](SPD)
@@ -96,6 +97,7 @@ def test_a_call_on_a_matrix_is_one_on_the_operator(kind):
     np.testing.assert_allclose(*values, rtol=1e-10)
 
 
+@pytest.mark.slow(but=("numpy", "bcsr"))
 @every_kind
 def test_exact_answers(kind):
     """With the adjoint, for a matrix that is not symmetric."""
@@ -214,6 +216,7 @@ def test_operators_of_scipy(matrix):
     np.testing.assert_allclose(solution.value, np.linalg.norm(matrix, "nuc"))
 
 
+@pytest.mark.slow(but="host0")
 @pytest.mark.parametrize("host", [WithMatvec(), aslinearoperator(GENERAL)])
 def test_calls_on_the_host(host):
     values = [tx.logdet(x, **SETTINGS).value for x in (host, GENERAL)]
@@ -243,6 +246,7 @@ def test_complex_products_of_an_operator_that_says_it_is_real():
 # --- calls ---
 
 
+@pytest.mark.slow
 def test_every_call_takes_matrices():
     """A call on a matrix is one on the operator, for those with paths of their own."""
     first, second = (sp.csr_array(x) for x in (SPD, 2 * SPD))
