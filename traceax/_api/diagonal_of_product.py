@@ -72,9 +72,9 @@ def diagonal_of_product(
     - `factor`: X, any matrix or operator on the vectors of `operator`, with images of any
         structure; let it have m rows.
     - `operator`, `function`: B, of size n, and f, as for [`traceax.function_of`][].
-    - `k`: the number of probes, a Python integer or [`traceax.Adaptive`][], the default. With `k >= n`
-        the answer is exact, from n matvecs with `operator`, n with `factor`, and a dense
-        factorisation.
+    - `k`: the number of probes, a Python integer or [`traceax.Adaptive`][]. Default: an
+        error of 1%, as for [`traceax.trace`][]. With `k >= n` the answer is exact, from n
+        matvecs with `operator`, n with `factor`, and a dense factorisation.
     - `num_steps`: as for [`traceax.diagonal_of_function`][].
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
 

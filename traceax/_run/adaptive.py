@@ -183,10 +183,9 @@ class Adaptive(eqx.Module):
             )
         self.max_k = None if max_k is None else _check_integer("max_k", max_k, smallest=1)
         # A round has two units at least, unless the whole budget is smaller.
-        most = round_size if self.max_k is None else self.max_k
-        smallest = 1 if self.max_k == 1 else 2
-        size = _check_integer("round_size", round_size, smallest=smallest)
-        self.round_size = min(size, most)
+        fewest = min(2, self.max_k or 2)
+        size = _check_integer("round_size", round_size, smallest=fewest)
+        self.round_size = min(size, self.max_k or size)
         self.min_samples = _check_integer(
             "min_samples", min_samples, smallest=_FEWEST_SAMPLES
         )
@@ -287,7 +286,7 @@ def _tolerance(name: str, value: Scalar | float | None) -> Real[Array, ""] | flo
     number = concrete_number(value)
     if number is not None and not number >= 0:
         raise ValueError(f"`{name}` must not be negative. Found {number!r}.")
-    return value if number is None or isinstance(value, jax.Array) else number
+    return value if isinstance(value, jax.Array) or number is None else number
 
 
 def _check_integer(name: str, value: Any, smallest: int) -> int:

@@ -17,8 +17,8 @@ _MIN_STREAK_MATVECS = 8
 
 
 # The largest number of samples, and the largest size of an operator whose exact answer is
-# kept in reserve, where `max_k` is left out: a tolerance of 1% takes fewer samples,
-# unless the trace is small beside the Frobenius norm.
+# kept in reserve, where `max_k` is left out: a tolerance of 1% takes fewer samples unless
+# the trace is small beside the Frobenius norm.
 _MAX_SAMPLES = 10_000
 # The largest number of numbers in buffers where `max_k` is left out, 1 GiB in float32.
 _MAX_NUMBERS = 2**28

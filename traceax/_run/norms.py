@@ -22,7 +22,8 @@ def each_leaf(tree: PyTree[Array]) -> Real[Array, " leaves"]:
         import traceax as tx
 
         def loss(params):
-            return jnp.sum(jnp.cosh(params["weight"])) + jnp.sum(params["bias"]**2) / 1000
+            bias = jnp.sum(params["bias"] ** 2)
+            return jnp.sum(jnp.cosh(params["weight"])) + 0.01 * bias
 
         params = {"weight": jnp.ones(200), "bias": jnp.ones(20)}
         operator, key = tx.hessian(loss, params), jax.random.key(0)
