@@ -17,7 +17,7 @@ computed from any such pairs, a quadratic one only from images `A w` of random p
 import abc
 import itertools
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -149,7 +149,7 @@ class _Structured(AbstractQuantity):
     shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
 
     @classmethod
-    def of(cls, structure: PyTree[jax.ShapeDtypeStruct]) -> Self:
+    def of(cls, structure: PyTree[jax.ShapeDtypeStruct]) -> Any:
         shapes = tuple(leaf.shape for leaf in tree_leaves(structure))
         return cls(treedef=tree_structure(structure), shapes=shapes)
 
