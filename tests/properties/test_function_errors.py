@@ -352,7 +352,7 @@ def test_preconditioner_does_not_fit_the_operator(operator, parts):
 
 
 def test_pivoted_cholesky_needs_a_diagonal():
-    parts = ["`diagonal` is missing", "FunctionLinearOperator", "Pass it"]
+    parts = ["`diagonal` is missing", "lineax does not know it", "Pass it"]
     parts.append("`traceax.nystrom_preconditioner`")
     check(ValueError, parts, lambda: tx.pivoted_cholesky_preconditioner(TAGGED, 3))
 
