@@ -39,6 +39,10 @@ def each_leaf(tree: PyTree[Array]) -> Real[Array, " leaves"]:
     **Returns:**
 
     A real array with one entry for each leaf.
+
+    **Raises:**
+
+    `ValueError` if the tree has no leaves.
     """
     return jnp.stack([two_norm(leaf) for leaf in jax.tree.leaves(tree)])
 
@@ -71,5 +75,9 @@ def each_entry(tree: PyTree[Array]) -> Real[Array, " entries"]:
     **Returns:**
 
     A real array with as many entries as all leaves together.
+
+    **Raises:**
+
+    `ValueError` if the tree has no leaves.
     """
     return jnp.concatenate([jnp.abs(leaf).ravel() for leaf in jax.tree.leaves(tree)])
