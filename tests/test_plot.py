@@ -34,8 +34,9 @@ def style(request):
         yield
 
 
-def solution(value=1.0, std_err=0.1, history=None):
-    stats = {} if history is None else {"history": jnp.array(history)}
+def solution(value=1.0, std_err=0.1, history=None, **stats):
+    stats = {name: jnp.asarray(x) for name, x in stats.items()}
+    stats |= {} if history is None else {"history": jnp.array(history)}
     successful = tx.RESULTS.successful
     return tx.Solution(jnp.asarray(value), jnp.asarray(std_err), successful, stats, None)
 
@@ -219,6 +220,71 @@ def test_compare_without_exact():
     drawn(ax)
 
 
+# --- samples, and entries ---
+
+
+SAMPLES = [1.0, 4.0, 1.0, np.inf]  # the last was not drawn
+
+
+def of_samples(value=2.0, std_err=1.0, samples=SAMPLES):
+    return solution(value, std_err, samples=samples, num_samples=3)
+
+
+@pytest.mark.usefixtures("style")
+def test_solution():
+    found, (_, ax) = of_samples(), plt.subplots()
+    assert tx.plot.solution(found, exact=2.5 + 1j, ax=ax, marker="x") is ax
+    points, value, exact = ax.lines
+    assert np.array_equal(points.get_xydata(), [[1, 1], [2, 4], [3, 1]])
+    assert (points.get_marker(), points.get_linestyle()) == ("x", "None")
+    assert set(value.get_ydata()) == {2}
+    (area,) = ax.patches
+    assert np.allclose((area.get_y(), area.get_y() + area.get_height()), found.interval())
+    assert mpl.colors.same_color(area.get_facecolor()[:3], points.get_color())
+    assert set(exact.get_ydata()) == {2.5}
+    assert mpl.colors.same_color(exact.get_color(), plt.rcParams["axes.labelcolor"])
+    assert labels(ax) == ["samples", "value", "95% interval", "exact"]
+    assert ax.get_xlabel() == "sample"
+    drawn(ax)
+
+
+def test_solution_of_one_sample():
+    ax = tx.plot.solution(of_samples(1.0, np.inf, [1.0]))
+    assert not ax.patches
+    assert np.all(np.isfinite(ax.get_ylim()))
+    drawn(ax)
+
+
+@pytest.mark.usefixtures("style")
+def test_diagonal():
+    value = {"a": np.array([1.0, 2.0]), "b": np.array([[3.0 + 1j]])}
+    std_err = {"a": np.array([0.5, np.inf]), "b": np.array([[0.25]])}
+    found = tx.Solution(value, std_err, tx.RESULTS.successful, {}, None)
+    _, ax = plt.subplots()
+    assert tx.plot.diagonal(found, exact=value, ax=ax) is ax
+    ((points, _, (bars,)),) = ax.containers
+    assert np.array_equal(points.get_xydata(), [[0, 1], [1, 2], [2, 3]])
+    low, high = found.interval()
+    segments = bars.get_segments()
+    assert np.allclose(segments[0], [[0, low["a"][0]], [0, high["a"][0]]])
+    assert not np.any(np.isfinite(segments[1]))
+    assert np.allclose(segments[2], [[2, low["b"][0, 0].real], [2, high["b"][0, 0].real]])
+    exact = ax.lines[-1]
+    assert np.array_equal(exact.get_ydata(), [1, 2, 3])
+    assert mpl.colors.same_color(exact.get_color(), plt.rcParams["axes.labelcolor"])
+    assert labels(ax) == ["exact", "value, 95% interval"]
+    drawn(ax)
+
+
+def test_many_entries():
+    """Some of them, evenly."""
+    entries = np.arange(1001.0)
+    found = solution(entries, np.ones(1001))
+    ((points, *_),) = tx.plot.diagonal(found).containers
+    assert np.array_equal(points.get_xdata(), np.arange(0, 1001, 6))
+    assert np.array_equal(points.get_ydata(), np.arange(0, 1001, 6))
+
+
 # --- axes and matplotlib ---
 
 
@@ -226,6 +292,8 @@ PLOTS = [
     lambda **settings: tx.plot.convergence(solution(history=HISTORY), **settings),
     lambda **settings: tx.plot.spectral_density(density(), **settings),
     lambda **settings: tx.plot.compare({"one": solution()}, **settings),
+    lambda **settings: tx.plot.solution(of_samples(), **settings),
+    lambda **settings: tx.plot.diagonal(solution(np.ones(3), np.ones(3)), **settings),
 ]
 every_plot = pytest.mark.parametrize("plot", PLOTS)
 
@@ -324,6 +392,24 @@ def test_convergence_of_a_diagonal_is_that_of_its_norm():
             ValueError,
             ["`solutions['a']`", "one number", "'x': (3,)"],
         ),
+        (lambda: tx.plot.solution(2.0), TypeError, ["`solution`", "float"]),
+        (
+            lambda: tx.plot.solution(tx.diagonal(LEAVES, k=3)),
+            ValueError,
+            ["one number", "'x': (3,)", "`traceax.plot.diagonal`"],
+        ),
+        (
+            lambda: tx.plot.solution(of_samples(2**0.5)),
+            ValueError,
+            ["the mean 2 for the value 1.41421", "`traceax.plot.compare`"],
+        ),
+        (lambda: tx.plot.diagonal(None), TypeError, ["`solution`", "NoneType"]),
+        (
+            lambda: tx.plot.diagonal(tx.diagonal(LEAVES, k=3), exact=np.ones(2)),
+            ValueError,
+            ["`exact` must have 3 entries", "Found 2"],
+        ),
+        (lambda: tx.plot.diagonal(SEVERAL), ValueError, ["batch of solutions"]),
     ],
 )
 def test_wrong_input(call, exception, parts):

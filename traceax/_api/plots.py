@@ -1,22 +1,25 @@
-"""Plots of estimates with their error bars.
-
-They need matplotlib, which is imported only when a plot is made without `ax`, so that
-traceax does not depend on it.
-"""
+"""Plots of estimates with their error bars: how one converged, several of them side by
+side, and a density of eigenvalues."""
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Scalar
 
 from .._core.solution import Solution
+from .plot_parts import (
+    Axes,
+    axes_or_current,
+    check_solution,
+    draw_curve,
+    label_axes,
+    reference_style,
+    TAKE_ONE,
+)
 from .spectral_density import SpectralDensity
 
-
-Axes: TypeAlias = Any  # `matplotlib.axes.Axes`
 
 # The default width is at least this share of the range of the eigenvalues: finer
 # structure is hard to see in a plot.
@@ -72,7 +75,7 @@ def convergence(
     - `ValueError`: it has no history, or is a batch of several.
     - `ImportError`: there is no matplotlib.
     """
-    _check_solution("solution", solution)
+    check_solution("solution", solution)
     if "history" not in solution.stats:
         raise ValueError(
             "`solution` has no history. Pass `k=traceax.Adaptive(..., history=True)` to "
@@ -83,14 +86,14 @@ def convergence(
     if history.ndim != 2:
         raise ValueError(
             "`solution` must be one solution. Found a batch, with a history of shape "
-            f"{history.shape}. {_TAKE_ONE}"
+            f"{history.shape}. {TAKE_ONE}"
         )
     spent, value, std_err = history[np.isfinite(history[:, 0])].T
-    axes = _axes(ax)
-    _curve(axes, spent, value, std_err, {"marker": "."} | kwargs)
+    axes = axes_or_current(ax)
+    draw_curve(axes, spent, value, std_err, {"marker": "."} | kwargs)
     if exact is not None:
-        axes.axhline(float(np.real(exact)), **_reference(axes))
-    return _label(axes, "budget spent, $k$", "value ± 2 standard errors")
+        axes.axhline(float(np.real(exact)), **reference_style(axes))
+    return label_axes(axes, "budget spent, $k$", "value ± 2 standard errors")
 
 
 def spectral_density(
@@ -159,9 +162,9 @@ def spectral_density(
     margin = 3 * float(width)
     t = np.linspace(low - margin, high + margin, _NUM_POINTS)
     value, std_err = density(t, width)
-    axes = _axes(ax)
-    _curve(axes, t, np.asarray(value), np.asarray(std_err), kwargs)
-    return _label(axes, "eigenvalue", "density ± 2 standard errors")
+    axes = axes_or_current(ax)
+    draw_curve(axes, t, np.asarray(value), np.asarray(std_err), kwargs)
+    return label_axes(axes, "eigenvalue", "density ± 2 standard errors")
 
 
 def compare(
@@ -222,78 +225,21 @@ def compare(
     if not solutions:
         raise ValueError("`solutions` must have at least one entry. Found none.")
     for name, solution in solutions.items():
-        _check_solution(f"solutions[{name!r}]", solution)
+        check_solution(f"solutions[{name!r}]", solution)
         shapes = jax.tree.map(np.shape, solution.value)
         if shapes != ():
             raise ValueError(
                 f"`solutions[{name!r}]` must be one solution with one number. Found a "
-                f"value of the shape {shapes}. {_TAKE_ONE}"
+                f"value of the shape {shapes}. {TAKE_ONE}"
             )
     values = [float(solution.value.real) for solution in solutions.values()]
     bars = np.array([2 * float(solution.std_err) for solution in solutions.values()])
     rows = np.arange(len(solutions))
     bars = np.where(np.isfinite(bars), bars, np.nan)
-    axes = _axes(ax)
+    axes = axes_or_current(ax)
     axes.errorbar(values, rows, xerr=bars, fmt="o", capsize=4)
     if exact is not None:
-        axes.axvline(float(np.real(exact)), **_reference(axes))
+        axes.axvline(float(np.real(exact)), **reference_style(axes))
     axes.set_yticks(rows, solutions.keys())
     axes.set_ylim(len(solutions) - 0.5, -0.5)
-    return _label(axes, "value ± 2 standard errors", "")
-
-
-_TAKE_ONE = "Take one, for example `jax.tree.map(lambda x: x[0], solutions)`."
-
-
-def _check_solution(name: str, solution: Any) -> None:
-    if not isinstance(solution, Solution):
-        raise TypeError(
-            f"`{name}` must be a `traceax.Solution`. Found an object of type "
-            f"{type(solution).__name__}. Pass what `traceax.trace` or "
-            "`traceax.logdet` returned."
-        )
-
-
-def _axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    try:
-        pyplot = import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ImportError(
-            "Plots need matplotlib. Install it: `pip install 'traceax[plot]'`."
-        ) from error
-    return pyplot.gca()
-
-
-def _curve(
-    ax: Axes,
-    x: np.ndarray,
-    value: np.ndarray,
-    std_err: np.ndarray,
-    settings: dict[str, Any],
-) -> None:
-    (line,) = ax.plot(x, value, **settings)
-    ax.fill_between(
-        x,
-        value - 2 * std_err,
-        value + 2 * std_err,
-        color=line.get_color(),
-        alpha=0.25,
-        linewidth=0,
-    )
-
-
-def _reference(ax: Axes) -> dict[str, Any]:
-    """The style of the line of the exact value. Its colour is the colour of the labels,
-    which contrasts with the background in every style."""
-    color = ax.xaxis.label.get_color()
-    return {"color": color, "linestyle": "--", "linewidth": 1, "label": "exact"}
-
-
-def _label(ax: Axes, across: str, up: str) -> Axes:
-    ax.set_xlabel(across)
-    ax.set_ylabel(up)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend()
-    return ax
+    return label_axes(axes, "value ± 2 standard errors", "")
