@@ -257,8 +257,8 @@ def test_solution_of_one_sample():
 
 @pytest.mark.usefixtures("style")
 def test_diagonal():
-    value = {"a": np.array([1.0, 2.0]), "b": np.array([[3.0 + 1j]])}
-    std_err = {"a": np.array([0.5, np.inf]), "b": np.array([[0.25]])}
+    value = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([[3.0 + 1j]])}
+    std_err = {"a": jnp.array([0.5, jnp.inf]), "b": jnp.array([[0.25]])}
     found = tx.Solution(value, std_err, tx.RESULTS.successful, {}, None)
     _, ax = plt.subplots()
     assert tx.plot.diagonal(found, exact=value, ax=ax) is ax

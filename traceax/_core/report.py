@@ -35,14 +35,19 @@ def is_readable(x: Any) -> bool:
 
 def has_numbers(value: PyTree, std_err: PyTree, result: list[Any], stats: PyTree) -> bool:
     """Whether these are the parts of an answer with numbers. One inside of a program, of
-    shapes, of tangents, or with arrays filtered out has none."""
+    shapes, or with arrays filtered out has none."""
     parts = value, std_err, result, stats
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: x is None)
     if not (all(map(is_readable, leaves)) and result and jax.tree.leaves(value)):
         return False
-    kinds = {np.result_type(x).kind for x in jax.tree.leaves((value, std_err))}
+    kinds = {_kind(x) for x in jax.tree.leaves((value, std_err))}
     same = jax.tree.map(np.shape, value) == jax.tree.map(np.shape, std_err)
-    return same and kinds <= {"f", "c"} and np.result_type(*result).kind == "i"
+    return same and kinds <= {"f", "c"} and _kind(result[0]) == "i"
+
+
+def _kind(x: Any) -> str:
+    """NumPy's letter for real, complex, and integer numbers."""
+    return np.dtype(getattr(x, "dtype", type(x))).kind
 
 
 def as_number(x: Any) -> Any:
