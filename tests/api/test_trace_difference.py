@@ -430,7 +430,7 @@ def test_misuse(call, exception, message):
 EYE = lx.MatrixLinearOperator(np.eye(3))
 
 
-@pytest.mark.parametrize("wrong", [np.eye(3), lx.MatrixLinearOperator(np.eye(3, 5))])
+@pytest.mark.parametrize("wrong", [np.ones(3), lx.MatrixLinearOperator(np.eye(3, 5))])
 def test_names_of_operators(wrong):
     settings = {"k": 2, "key": KEY}
     with pytest.raises((TypeError, ValueError), match=r"^`other` must be"):

@@ -5,7 +5,7 @@ import contextlib
 import functools as ft
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import equinox as eqx
 import jax
@@ -16,32 +16,25 @@ from jaxtyping import PyTree
 
 from .._core.checks import plain_integer
 from .._core.code import Itself
-from .host import HostProduct
+from .host import HostOperator, HostProduct
 from .storage import refuse_masked
 from .stored import is_sparse, of_dense, of_sparse
 
 
-# What every call takes as its operator. The classes of sparse matrices take a third of a
-# second to import.
-if TYPE_CHECKING:
-    from jax.experimental.sparse import BCOO, BCSR
-    from scipy.sparse import sparray, spmatrix
+class Matrix(Protocol):
+    """What arrays and sparse matrices have in common, for type checkers."""
 
-    from .host import HostOperator
+    @property
+    def shape(self) -> Any: ...
 
-    OperatorLike: TypeAlias = (
-        lx.AbstractLinearOperator
-        | np.ndarray
-        | jax.Array
-        | BCOO
-        | BCSR
-        | sparray
-        | spmatrix
-        | HostOperator
-    )
-else:
-    OperatorLike = Any
+    @property
+    def dtype(self) -> Any: ...
 
+    def __matmul__(self, other: Any, /) -> Any: ...
+
+
+# What every call takes as its operator.
+OperatorLike: TypeAlias = lx.AbstractLinearOperator | Matrix | HostOperator
 
 # The errors that JAX raises where a function needs the values of a traced array.
 _UNTRACEABLE = (

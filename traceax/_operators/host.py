@@ -5,6 +5,7 @@ another program each time that it is traced. Under `vmap` the primitive makes on
 a block of vectors.
 """
 
+from importlib import import_module
 from typing import Any, Protocol
 
 import equinox as eqx
@@ -41,11 +42,10 @@ class HostProduct(eqx.Module):
 
 def _with_blocks(operator: HostOperator) -> Any:
     """The operator, with products with a block."""
-    from scipy.sparse.linalg import aslinearoperator
-
-    # This would not use the `matmat` of an operator of PyLops.
-    has_blocks = hasattr(operator, "matmat") and hasattr(operator, "rmatmat")
-    return operator if has_blocks else aslinearoperator(operator)
+    # SciPy would not use the `matmat` of an operator of PyLops.
+    if hasattr(operator, "matmat") and hasattr(operator, "rmatmat"):
+        return operator
+    return import_module("scipy.sparse.linalg").aslinearoperator(operator)
 
 
 def _multiply(operator: HostOperator, vectors: Any, transposed: bool) -> np.ndarray:

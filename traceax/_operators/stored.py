@@ -2,6 +2,7 @@
 whether they are Hermitian, and whether they are diagonal."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import equinox as eqx
@@ -95,32 +96,34 @@ class _SparseProduct(eqx.Module):
         return self.matrix @ vector
 
 
+def _libraries() -> tuple[Any, Any]:
+    """The sparse matrices of JAX and those of SciPy. To import them takes a third of a
+    second, which users of other operators do not wait for."""
+    return import_module("jax.experimental.sparse"), import_module("scipy.sparse")
+
+
 def is_sparse(x: Any) -> bool:
     """Whether this is a sparse matrix of SciPy, or a BCOO or BCSR without batches."""
     if not hasattr(x, "shape") or isinstance(x, np.ndarray | jax.Array | np.generic):
         return False
-    # These imports take a third of a second, and are made by who has a sparse matrix.
-    from jax.experimental.sparse import BCOO, BCSR
-    from scipy.sparse import issparse
-
-    if isinstance(x, BCOO | BCSR):
+    jax_sparse, scipy_sparse = _libraries()
+    if isinstance(x, jax_sparse.BCOO | jax_sparse.BCSR):
         return x.ndim == 2 and x.n_batch == x.n_dense == 0
-    return issparse(x) and x.ndim == 2
+    return scipy_sparse.issparse(x) and x.ndim == 2
 
 
 def of_sparse(
     x: Any, dtype: np.dtype, tags: frozenset[object]
 ) -> lx.AbstractLinearOperator:
     """The operator of a sparse matrix, in `dtype`."""
-    from jax.experimental.sparse import BCOO
-    from scipy.sparse import coo_array, issparse
-
-    if issparse(x):
-        entries: Any = coo_array(x).astype(dtype)
+    jax_sparse, scipy_sparse = _libraries()
+    if scipy_sparse.issparse(x):
+        entries = scipy_sparse.coo_array(x).astype(dtype)
         # On a CPU a BCSR takes as long as this for blocks of vectors, and five times as
         # long for one: it finds the rows of its entries anew in each product.
         indices = np.stack([entries.row, entries.col], axis=1).astype(np.int32)
-        matrix = BCOO(jax.device_put((entries.data, indices)), shape=entries.shape)
+        stored = jax.device_put((entries.data, indices))
+        matrix = jax_sparse.BCOO(stored, shape=entries.shape)
     else:
         matrix = eqx.tree_at(lambda x: x.data, x, x.data.astype(dtype))
         entries = _entries(matrix)
@@ -140,20 +143,18 @@ def of_sparse(
 def _entries(x: Any) -> Any:
     """The entries of a BCOO or BCSR as a `scipy.sparse.coo_array`; None if they cannot be
     seen."""
-    from jax.experimental.sparse import BCOO
-    from scipy.sparse import coo_array, csr_array
-
+    jax_sparse, scipy_sparse = _libraries()
     if any(_visible(leaf) is None for leaf in jax.tree.leaves(x)):
         return None
     data, *indices = map(np.asarray, jax.device_get(jax.tree.leaves(x)))
     with standard_promotion():
         # SciPy has neither float16 nor bfloat16.
         data = data.astype(jnp.promote_types(data.dtype, jnp.float32))
-    if isinstance(x, BCOO):
+    if isinstance(x, jax_sparse.BCOO):
         # Entries outside of the matrix fill the arrays up.
         inside = (indices[0] < x.shape).all(axis=1)
         rows, columns = indices[0][inside].T
-        return coo_array((data[inside], (rows, columns)), shape=x.shape)
+        return scipy_sparse.coo_array((data[inside], (rows, columns)), shape=x.shape)
     count = indices[1][-1]
     parts = data[:count], indices[0][:count], indices[1]
-    return csr_array(parts, shape=x.shape).tocoo()
+    return scipy_sparse.csr_array(parts, shape=x.shape).tocoo()
