@@ -1,8 +1,7 @@
 """Quantities of an operator that are estimated: its trace, its diagonal, its norms.
 
-Estimators produce pairs of vectors (l_i, y_i) with E[sum_i y_i l_i*] = A; with a random
-probe w, for example, the pair (w, A w). `read` computes the contribution of a pair to a
-quantity, and the estimate is their sum:
+Estimators produce pairs of vectors (l_i, y_i) with E[sum_i y_i l_i*] = A, such as
+(w, A w) for a random probe w. The estimate is a sum over pairs of what `read` returns:
 
     tr A        = E sum_i l_i* y_i           (`Trace`; for each leaf, `LeafTraces`)
     diag A      = E sum_i conj(l_i) y_i      (`Diagonal`, entry by entry)
@@ -10,8 +9,8 @@ quantity, and the estimate is their sum:
     tr A_i* A_j = E (A_i w)* (A_j w)         (`FrobeniusProducts`)
     |e_i* A|^2  = E |(A w)_i|^2              (`RowNorms`)
 
-In the code l is `left` and y is `image`. A quantity that is `linear` in the image can be
-computed from any such pairs, a quadratic one only from images `A w` of random probes.
+In the code l is `left` and y is `image`. Only a quantity that is `linear` in the image
+can be computed from pairs other than (w, A w).
 """
 
 import abc
@@ -99,8 +98,7 @@ class AbstractQuantity(eqx.Module):
         return self.linear and hermitian
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        """An estimate in the form that users see. By default both arrays are arranged by
-        `arrange`.
+        """An estimate in the form that users see; by default by `arrange`.
 
         **Arguments:**
 
@@ -365,8 +363,7 @@ def _rotate(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
 
 
 def _repeat(left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-    """The vector repeated, or cut off, to the length of its image. So marks of a
-    rectangular operator are those of a stack of square ones."""
+    """The vector, repeated or cut off to the length of its image."""
     return left if left.shape == image.shape else jnp.resize(left, image.shape)
 
 

@@ -9,8 +9,8 @@ s steps from v give orthonormal vectors V and a tridiagonal matrix T with
 polynomials of degree up to s - 1.
 
 In the code the rows of `run.basis` are the columns of V, `run.alpha` and `run.beta` are
-the entries of T, `run.norm` is ||v||, `nodes` are the Ritz values t_j, the columns of
-`vectors` are those of S, `edge` is beta_s and `following` is v_(s+1).
+the entries of T, `run.norm` is ||v||, `nodes` are the t_j, the columns of `vectors` are
+those of S, `edge` is beta_s and `following` is v_(s+1).
 """
 
 from typing import Any
@@ -394,8 +394,7 @@ def first_order_only(primals: PyTree) -> PyTree:
 def _first_order_only_rule(primals, tangents) -> Any:
     if jax.tree.leaves(tangents):
         raise NotImplementedError(
-            "`traceax.function_of` has no second derivatives, nor mixed derivatives in "
-            "the vector and the operator. The same is true of "
-            "`traceax.diagonal_of_function`. Take differences of first derivatives."
+            "`traceax.function_of` has no second derivatives, nor mixed ones, and neither "
+            "has `traceax.diagonal_of_function`. Take differences of first derivatives."
         )
     return primals[0], tangents[0]

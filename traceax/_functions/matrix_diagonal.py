@@ -71,7 +71,8 @@ def exact_diagonal_of_function(
     squares = jnp.abs(jax.lax.stop_gradient(rows)) ** 2
     # In units of the largest, so that squares neither overflow nor vanish.
     relative, largest = normalise(moved)
-    change = largest * jnp.sqrt(_mean(squares, relative**2))
+    norms = jnp.sqrt(jnp.sum(squares, axis=1))
+    change = largest * norms * jnp.sqrt(_mean(squares, relative**2))
     change = change + eps * _mean(squares, jnp.abs(values))
     # The change when A is scaled: the logarithm is 0 at the identity, but not exact.
     change_by_scale = jnp.abs(nodes * slopes)

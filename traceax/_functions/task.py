@@ -16,6 +16,10 @@ from .all_eigenvalues import exact_trace_of_function
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
 
+# A probe takes about so many matvecs or more, so n of them are spent by n / 8 probes, and
+# the exact answer costs less than further ones.
+_TYPICAL_STEPS = 8
+
 
 class AbstractFunctionTask(AbstractTask):
     """The trace of a function, estimated or computed from all eigenvalues. Subclasses
@@ -58,7 +62,10 @@ class AbstractFunctionTask(AbstractTask):
         return exact_limit(orthogonal=orthogonal)
 
     def default_max_k(self, operator: FlatOperator, k: Budget) -> int:
-        return self.estimator.default_max_k(operator)
+        most = self.estimator.default_max_k(operator)
+        if operator.size > self.exact_limit(operator):
+            return most
+        return min(most, operator.size // _TYPICAL_STEPS)
 
     def known(self, facts: Facts) -> Estimate | None:
         """The answer, if it follows from what lineax knows about the operator."""
