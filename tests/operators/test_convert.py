@@ -75,6 +75,7 @@ class WithMatvec:
 # --- stored matrices ---
 
 
+@pytest.mark.slow(but=("*-numpy", "*-csr_array", "matrix3-bc*"))
 @every_kind
 @pytest.mark.parametrize("matrix", [SPD, GENERAL, COMPLEX, HERMITIAN, GENERAL[:, :5]])
 def test_products_and_tags(kind, matrix):
@@ -86,7 +87,7 @@ def test_products_and_tags(kind, matrix):
     assert not lx.is_positive_semidefinite(operator)
 
 
-@pytest.mark.slow(but=("numpy", "csr_array"))
+@pytest.mark.slow(but="csr_array")
 @every_kind
 def test_a_call_on_a_matrix_is_one_on_the_operator(kind):
     matrix = KINDS[kind](SPD)
@@ -107,6 +108,7 @@ def test_exact_answers(kind):
     np.testing.assert_allclose(tx.trace(matrix, k=N).value, np.trace(GENERAL))
 
 
+@pytest.mark.slow(but=("complex-*", "int-csr_array", "float-numpy"))
 @every_kind
 @pytest.mark.parametrize("dtype", [int, float, complex])
 def test_diagonal_matrices(kind, dtype):
