@@ -5,7 +5,7 @@ import contextlib
 import functools as ft
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, runtime_checkable, TypeAlias
 
 import equinox as eqx
 import jax
@@ -21,11 +21,9 @@ from .storage import refuse_masked
 from .stored import is_sparse, of_dense, of_sparse
 
 
+@runtime_checkable
 class Matrix(Protocol):
     """What arrays and sparse matrices have in common, for type checkers."""
-
-    @property
-    def shape(self) -> Any: ...
 
     @property
     def dtype(self) -> Any: ...

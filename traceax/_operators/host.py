@@ -6,7 +6,7 @@ a block of vectors.
 """
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -17,6 +17,7 @@ from .._core.code import Itself
 from .._core.jax_interfaces import ad, batching, mlir, Primitive, ShapedArray
 
 
+@runtime_checkable
 class HostOperator(Protocol):
     """The interface of a `scipy.sparse.linalg.LinearOperator`, which PyLops has too. The
     methods `rmatvec`, `matmat` and `rmatmat` are used where they exist."""
