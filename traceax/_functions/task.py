@@ -16,6 +16,7 @@ from .all_eigenvalues import exact_trace_of_function
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
 
+
 # A probe takes about so many matvecs or more, so n of them are spent by n / 8 probes, and
 # the exact answer costs less than further ones.
 _TYPICAL_STEPS = 8
