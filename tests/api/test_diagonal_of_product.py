@@ -207,7 +207,7 @@ def test_misuse():
     for kind, part, arguments in (
         (ValueError, "must be Hermitian", (factor, operator, tx.Inverse())),
         (ValueError, "`factor` must take the vectors", (factor.T, tagged, tx.Inverse())),
-        (TypeError, "`factor` must be a `lineax", (matrix, tagged, tx.Inverse())),
+        (TypeError, "`factor` must be a matrix", (matrix[0], tagged, tx.Inverse())),
         (TypeError, "`function` must be a", (factor, tagged, 1.0)),
     ):
         with pytest.raises(kind, match=part):

@@ -488,8 +488,8 @@ def test_wrong_settings(settings, exception, parts):
 @pytest.mark.parametrize(
     ("operator", "exception", "parts"),
     [
-        (MATRIX, TypeError, ["`operator`", "lineax.MatrixLinearOperator(matrix)"]),
-        (lambda v: v, TypeError, ["`operator`", "lineax.FunctionLinearOperator("]),
+        (MATRIX[0], TypeError, ["`operator`", "must be a matrix"]),
+        (lambda v: v, TypeError, ["`operator`", "traceax.as_operator(function, like)"]),
         (lx.MatrixLinearOperator(MATRIX[:5]), ValueError, ["must be square"]),
         (matrix_free(MATRIX), ValueError, ["Hermitian", "lineax.symmetric_tag"]),
         (
