@@ -1,6 +1,8 @@
 """What `print` shows of solutions and densities."""
 
 import pickle
+import re
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -245,11 +247,16 @@ CALLS = {
 }
 
 
+# The entries of `stats` that the documentation lists.
+PAGE = Path(__file__).parent.parent.parent / "docs" / "api" / "vocabulary.md"
+ENTRIES = set(re.findall(r'`"([a-z_.]+)"`', PAGE.read_text()))
+
+
 @pytest.mark.parametrize("title", CALLS)
 def test_every_call_names_itself_and_counts(title):
     found = eqx.filter_eval_shape(CALLS[title], {"k": 6, "key": jax.random.key(0)})
     assert f"{found.quantity} by {found.method}" == title
-    assert {"num_matvecs", "num_samples", "num_steps"} <= set(found.stats)
+    assert {"num_matvecs", "num_samples", "num_steps"} <= set(found.stats) <= ENTRIES
 
 
 def test_updates_name_themselves_and_count():
