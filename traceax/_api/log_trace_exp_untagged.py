@@ -181,7 +181,8 @@ class LogTraceExpUntagged(AbstractTask):
             return shift_after(state, steps), jnp.asarray(steps, jnp.int32)
 
         def rise(state, steps):
-            return shift_after(state, steps) - shift_after(state, steps - steps // 4)
+            earlier = steps - jnp.maximum(steps // 4, 1)
+            return shift_after(state, steps) - shift_after(state, earlier)
 
         start = krylov.start(flat, probe, steps.most)
         one = dataclasses.replace(steps, share=1.0)
@@ -203,7 +204,8 @@ class LogTraceExpUntagged(AbstractTask):
 
         extra = dict(estimate.extra)
         del extra["sample_brackets"]
-        extra["quadrature_error"] = jnp.max(jnp.abs(extra.pop("bracket") - frozen)) / unit
+        error = jnp.max(jnp.abs(extra.pop("bracket") - frozen))
+        extra["quadrature_error"] = jnp.log1p(error / unit)
         extra["shift"] = shift
         not_positive = failure(~positive, RESULTS.not_positive)
         return dataclasses.replace(
