@@ -32,6 +32,7 @@ from .._functions.log_exponential import (
     unbiased_log,
 )
 from .._functions.slq import lanczos_of, SLQEstimator
+from .._krylov.arnoldi import Arnoldi
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import eigh
 from .._operators.checks import check_hermitian
@@ -318,7 +319,8 @@ def log_trace_exp(
         Lanczos, with more steps and one run more.
     - `scale`: s, a real number or array of shape `()`.
     - `estimator`: the sampler of the probes and the `window` of Lanczos, as
-        `SLQEstimator(sampler, Lanczos(window))`; a `lower_bound` is of no use here.
+        `SLQEstimator(sampler, Lanczos(window))`, without a tag the sampler alone; a
+        `lower_bound` is of no use here.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
         10% of the trace. Default: 1% of the logarithm.
@@ -391,6 +393,8 @@ def log_trace_exp(
         )
     else:
         check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+        krylov = Arnoldi() if estimator.krylov is None else estimator.krylov
+        check_instance("estimator.krylov", krylov, Arnoldi, "Arnoldi()")
         task = LogTraceExpUntagged(scale=scale, num_steps=num_steps, estimator=estimator)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

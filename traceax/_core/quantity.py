@@ -16,7 +16,7 @@ can be computed from pairs other than (w, A w).
 import abc
 import itertools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -68,8 +68,8 @@ class AbstractQuantity(eqx.Module):
 
         **Arguments:**
 
-        - `left`, `image`: flat vectors of shape `(n,)`; for a norm of a rectangular
-            operator the image has the shape `(m,)`.
+        - `left`, `image`: flat vectors of shapes `(n,)` and `(m,)`; m is n except for
+            norms.
 
         **Returns:**
 
@@ -385,8 +385,7 @@ def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]
     root when v rises by two standard errors.
     """
     # Below tiny / eps, a sum may consist of terms that have all underflowed.
-    limits = jnp.finfo(value.dtype)
-    largest = jnp.max(value)
+    limits, largest = jnp.finfo(value.dtype), jnp.max(value)
     lost = (largest > 0) & (largest < limits.tiny / limits.eps)
     positive = ~(value <= 0)
     safe = jnp.where(positive, value, 1)

@@ -116,7 +116,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
 
     - `value`: the estimate, a scalar or, for a quantity with entries, a PyTree, of the
         operator's dtype (float32 for operators in bfloat16 or float16); real for norms,
-        log-determinants and traces of functions of Hermitian operators.
+        log-determinants and traces of real functions of Hermitian operators.
     - `std_err`: the standard error of `value`, real, of its structure and in its units.
         It is `inf` if there is only one sample, and 0 if the value is exact, except for
         `trace_difference` and `gaussian_log_prob`, which count rounding then too.

@@ -330,9 +330,8 @@ class Action(eqx.Module):
         def backward(_, cotangents):
             # The transpose is the conjugate of the adjoint, as in `linear_map`.
             run, others, vectors = self.run(cotangents[0].conj())
-            values = (
-                self.differences(others, nodes).conj() * vectors[0][:, None] * weights
-            )
+            values = self.differences(others, nodes).conj() * vectors[0][:, None]
+            values = values * weights
             first = jnp.matmul(vectors, values, precision="highest").T
             return run.norm * jnp.matmul(first, run.basis, precision="highest").conj()
 

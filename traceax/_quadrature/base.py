@@ -12,8 +12,10 @@ from .._numerics.small_matrix import by_eigenvalues
 
 
 class AbstractSpectralFunction(eqx.Module):
-    """A function $f$ of the eigenvalues of an operator: real on real numbers, and, for
-    operators that are not Hermitian, analytic around their eigenvalues.
+    """A function $f$ of the eigenvalues of an operator: for operators that are not
+    Hermitian real on real numbers, unless they are complex, and analytic around their
+    eigenvalues. For Hermitian ones it may be complex; then it is neither `bracketed` nor
+    `nonnegative`.
 
     To write one, subclass, give the attributes and define `__call__`. A plain callable is
     accepted too, and taken as a function of all reals. A function may hold arrays, and
@@ -73,7 +75,7 @@ class AbstractSpectralFunction(eqx.Module):
 
         **Returns:**
 
-        An array of the same shape and dtype.
+        An array of the same shape and dtype; complex for a complex function.
         """
 
     def derivative(self, x: Inexact[Array, " s"]) -> Inexact[Array, " s"]:

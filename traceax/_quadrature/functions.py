@@ -72,11 +72,11 @@ class Inverse(AbstractSpectralFunction):
         an array must be positive; where it is not, the result is NaN.
     """
 
-    shift: Scalar | float
+    shift: Scalar | complex
     _shifted: bool = eqx.field(static=True, init=False, repr=False)
     semidefinite_domain: ClassVar[bool] = True
 
-    def __init__(self, shift: Scalar | float = 0.0):
+    def __init__(self, shift: Scalar | complex = 0.0):
         """**Arguments:**
 
         - `shift`: the number to add to the eigenvalues. Default is 0.
@@ -233,13 +233,22 @@ class Exp(AbstractSpectralFunction):
         $\\exp(-i t A)$, the evolution in time, the scale is `-1j * t`.
     """
 
-    scale: Scalar | float = 1.0
+    scale: Scalar | complex
     semidefinite_domain: ClassVar[bool] = False
     singular_at_zero: ClassVar[bool] = False
     bracketed: ClassVar[bool] = False
 
-    def __check_init__(self):
-        check_scalar("scale", self.scale, real=False)
+    def __init__(self, scale: Scalar | complex = 1.0):
+        """**Arguments:**
+
+        - `scale`: the number to multiply the eigenvalues by. Default is 1.
+
+        **Raises:**
+
+        `TypeError` if `scale` is not a scalar.
+        """
+        check_scalar("scale", scale, real=False)
+        self.scale = scale
 
     @property
     def nonnegative(self) -> bool:  # pyright: ignore
@@ -254,16 +263,6 @@ class Exp(AbstractSpectralFunction):
         scale = _parameter(self.scale, matrix.dtype)
         value = exponential(scale, matrix, jnp.zeros_like(scale))
         return value, scale * value
-
-
-Exp.__init__.__doc__ = """**Arguments:**
-
-- `scale`: the number to multiply the eigenvalues by. Default is 1.
-
-**Raises:**
-
-`TypeError` if `scale` is not a scalar.
-"""
 
 
 class Entropy(AbstractSpectralFunction):
@@ -295,14 +294,14 @@ class Entropy(AbstractSpectralFunction):
         return -1 - jnp.log(x)
 
 
-def _parameter(value: Scalar | float, dtype: DTypeLike) -> Scalar:
+def _parameter(value: Scalar | complex, dtype: DTypeLike) -> Scalar:
     """A parameter of a function, as an array of the `dtype` of its argument, or of the
     complex one."""
     is_complex = jnp.iscomplexobj(value)
     return jnp.asarray(value, complex_dtype(dtype) if is_complex else dtype)
 
 
-def _check_real(name: str, value: Scalar | float, dtype: DTypeLike) -> None:
+def _check_real(name: str, value: Scalar | complex, dtype: DTypeLike) -> None:
     """Raise for a complex parameter of a function of a real matrix."""
     if jnp.iscomplexobj(value) and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
