@@ -87,8 +87,8 @@ def trace_of_function(
     imaginary part then have intervals of their own, and `stats["bracket"]` is that of the
     real part, with the error of either. It takes at most `k * num_steps` matvecs;
     [`traceax.AdaptiveSteps`][] adds a run or two, and n matvecs where the exact answer
-    had to take the place of the estimate (`stats["exact"]`). `std_err` is the sampling error, with the effect of
-    rounding where the function is steep. Where `num_steps` is a number, `std_err` does
+    had to take the place of the estimate (`stats["exact"]`). `std_err` is the sampling
+    error, with the effect of rounding where the function is steep. Where `num_steps` is a number, `std_err` does
     not count the quadrature error, but [`traceax.Solution.interval`][] does; where steps
     are chosen, both count it. `stats` has the entries of the estimator, among them the
     quadrature error. The estimator determines the memory: by default it takes `num_steps`

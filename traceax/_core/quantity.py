@@ -68,8 +68,7 @@ class AbstractQuantity(eqx.Module):
 
         **Arguments:**
 
-        - `left`, `image`: flat vectors of shapes `(n,)` and `(m,)`; m is n except for
-            norms.
+        - `left`, `image`: flat vectors, of shapes `(n,)` and `(m,)`; m is n but for norms.
 
         **Returns:**
 
