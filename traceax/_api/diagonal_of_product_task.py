@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator, freeze
-from .._core.quantity import AbstractQuantity, RowNorms
+from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, RademacherSampler
 from .._core.solution import Estimate
@@ -67,7 +67,7 @@ class ProductDiagonal(AbstractQuantity):
     their squares, or from images `(X z, X f(B) z)`, which are `paired`, their products.
     """
 
-    rows: RowNorms
+    rows: AbstractQuantity
     paired: bool = eqx.field(static=True)
     linear: ClassVar[bool] = False
 

@@ -88,11 +88,12 @@ def trace_of_function(
     real part, with the error of either. It takes at most `k * num_steps` matvecs;
     [`traceax.AdaptiveSteps`][] adds a run or two, and n matvecs where the exact answer
     had to take the place of the estimate (`stats["exact"]`). `std_err` is the sampling
-    error, with the effect of rounding where the function is steep. Where `num_steps` is a number, `std_err` does
-    not count the quadrature error, but [`traceax.Solution.interval`][] does; where steps
-    are chosen, both count it. `stats` has the entries of the estimator, among them the
-    quadrature error. The estimator determines the memory: by default it takes `num_steps`
-    vectors of length n for each probe of a block.
+    error, with the effect of rounding where the function is steep. Where `num_steps` is a
+    number, `std_err` does not count the quadrature error, but
+    [`traceax.Solution.interval`][] does; where steps are chosen, both count it. `stats`
+    has the entries of the estimator, among them the quadrature error. The estimator
+    determines the memory: by default it takes `num_steps` vectors of length n for each
+    probe of a block.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.

@@ -16,7 +16,7 @@ can be computed from pairs other than (w, A w).
 import abc
 import itertools
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -68,7 +68,7 @@ class AbstractQuantity(eqx.Module):
 
         **Arguments:**
 
-        - `left`, `image`: flat vectors, of shapes `(n,)` and `(m,)`; m is n but for norms.
+        - `left`, `image`: flat vectors of shapes `(n,)` and `(m,)`; m is n but in norms.
 
         **Returns:**
 
