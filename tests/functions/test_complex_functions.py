@@ -89,6 +89,7 @@ def test_trace(dtype):
         assert np.mean(inside) > 0.93
 
 
+@pytest.mark.slow
 def test_quadrature_error():
     """The half width of the bracket is at least the modulus of the error."""
     matrix, key = MATRICES[np.float64], KEYS[0]
@@ -100,6 +101,7 @@ def test_quadrature_error():
         assert np.isclose((low + high) / 2, found.real)
 
 
+@pytest.mark.slow(but="float64")
 @every_dtype
 def test_evolution(dtype):
     """`exp(i t A) v` of a complex vector, its transpose, and its derivatives; unitary."""

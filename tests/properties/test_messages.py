@@ -94,13 +94,13 @@ def test_the_operator_comes_first(call, first):
 @pytest.mark.parametrize("call", [tx.laplacian, tx.hessian])
 def test_what_a_function_returns(call):
     x = jnp.ones(3)
-    message = message_of(lambda: call(lambda x: jnp.sum(x) * 1j, x))
-    assert "complex128" in message
-    assert "its real and its imaginary part" in message
     message = message_of(lambda: call(lambda x: jnp.sum(x > 0), x))
     assert "int64" in message
     assert "rounded, counted or compared" in message
     if call is tx.hessian:
+        message = message_of(lambda: call(lambda x: jnp.sum(x) * 1j, x))
+        assert "complex128" in message
+        assert "its real and its imaginary part" in message
         message = message_of(lambda: call(lambda x: jnp.sum(x), jnp.ones(3, int)))
         assert "`x.astype(float)`" in message
 
