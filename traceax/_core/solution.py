@@ -212,7 +212,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
         `ValueError` for a batch of solutions.
         """
         # The samples of a batch would be taken for those of one mean.
-        if self.successful.ndim > 0:
+        if any(jnp.ndim(index) > 0 for index in jax.tree.leaves(self.result)):
             raise ValueError(
                 "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
                 "solution: solution.interval())(solutions)`."

@@ -103,7 +103,10 @@ class Preconditioner(AbstractPreconditioner):
             part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
             return jnp.matmul(self.vectors * inner, part, precision="highest")
 
-        part = jax.lax.cond(self._has_rank, low_rank_part, jnp.zeros_like, x)
+        # The vectors may have a wider dtype than x.
+        dtype = jnp.promote_types(self.vectors.dtype, x.dtype)
+        nothing = lambda x: jnp.zeros(x.shape, dtype)  # noqa: E731
+        part = jax.lax.cond(self._has_rank, low_rank_part, nothing, x)
         return outer.astype(x.dtype) * x + part
 
     @property

@@ -14,6 +14,7 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Inexact, PyTree, Real, Scalar
 
 from .._core.checks import (
@@ -137,8 +138,8 @@ class Adaptive(eqx.Module):
         `callback`.
     """
 
-    rtol: Real[Array, ""] | float
-    atol: Real[Array, ""] | float
+    rtol: Real[Array | np.ndarray, ""]
+    atol: Real[Array | np.ndarray, ""]
     max_k: int | None = eqx.field(static=True)
     confidence: float = eqx.field(static=True)
     min_samples: int = eqx.field(static=True)
@@ -278,15 +279,17 @@ class Adaptive(eqx.Module):
         return enough & (self.excess(value, std_err, count) <= 1)
 
 
-def _tolerance(name: str, value: Scalar | float | None) -> Real[Array, ""] | float:
-    """The tolerance `value`, 0 for None; a Python number unless it is an array."""
+def _tolerance(name: str, value: Scalar | float | None) -> Real[Array | np.ndarray, ""]:
+    """The tolerance `value`, 0 for None, as an array, so that a user's program that it is
+    passed to does not depend on its number. An array of JAX would start a device while
+    the default budget is made, at import."""
     if value is None:
-        return 0.0
+        return np.zeros(())
     check_scalar(name, value)
     number = concrete_number(value)
     if number is not None and not number >= 0:
         raise ValueError(f"`{name}` must not be negative. Found {number!r}.")
-    return value if isinstance(value, jax.Array) or number is None else number
+    return value if isinstance(value, jax.Array) else np.asarray(value, float)
 
 
 def _check_integer(name: str, value: Any, smallest: int) -> int:

@@ -316,7 +316,9 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     std_err = jax.lax.stop_gradient(std_err)
     num_samples = estimate.num_samples
     if samples is not None:
-        num_samples = jnp.sum(jnp.isfinite(samples))
+        # Samples that an adaptive run has not made are infinite.
+        made = jnp.isfinite(samples)
+        num_samples = samples.size if estimate.state is None else jnp.sum(made)
     stats = {
         "num_matvecs": estimate.num_matvecs,
         "num_samples": jnp.asarray(num_samples).astype(jnp.int32),
