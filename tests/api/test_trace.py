@@ -237,7 +237,9 @@ def check_real_or(dtype, std_err, stats):
     real = jnp.finfo(dtype).dtype
     assert std_err.dtype == real
     for name, entry in stats.items():
-        if not name.startswith("num_") and name != "exact":
+        if name in ("num_samples", "num_steps"):
+            assert entry.dtype == np.int32
+        elif name not in ("num_matvecs", "exact"):
             assert entry.dtype in (dtype, real)
 
 
