@@ -105,7 +105,10 @@ class Solution(eqx.Module, Generic[_ValueT]):
         solution = tx.trace(operator, k=3)
         print(solution.value, solution.std_err)  # 6.0 0.0
         print(solution.successful, solution.matvecs)  # True 0
-        print(solution)  # the same and more, in words
+        print(solution)
+        # Trace, exact
+        #   value  6.0, exact
+        #   cost   0 matvecs
         ```
 
     `print` shows the value, rounded to two digits of its error bar, a 95% interval, and
