@@ -128,6 +128,15 @@ def test_exact(settings):
     assert 0 < high - low < 1e-9
 
 
+def test_rounding_that_two_evaluations_do_not_show():
+    """Zero entries are not perturbed, so both evaluations of exp(-0) are equal."""
+    zeros = np.zeros((N, N))
+    found = difference(zeros, zeros, None, k=N, **(EXP | {"tags": ()}))
+    assert found.result == tx.RESULTS.successful
+    assert abs(found.value) <= found.std_err < 1e-13
+    assert found.std_err > 0
+
+
 @jax.jit
 def preconditioned_over_keys(first, second, keys):
     """One that is made from the first, with each key anew."""
