@@ -69,7 +69,7 @@ def arguments():
     """A matrix, a key and a budget, on the device."""
     adaptive = tx.Adaptive(rtol=0.5, max_k=12, round_size=4, min_samples=4, history=True)
     matrix = hermitian(0, np.linspace(1.0, 2.0, N))
-    return jax.block_until_ready((jnp.asarray(matrix), jr.key(0), adaptive))
+    return jax.block_until_ready(jax.device_put((matrix, jr.key(0), adaptive)))
 
 
 @contextlib.contextmanager

@@ -318,9 +318,8 @@ def log_trace_exp(
         trace of the exponential, for which [`traceax.Arnoldi`][] takes the place of
         Lanczos, with more steps and one run more.
     - `scale`: s, a real number or array of shape `()`.
-    - `estimator`: the sampler of the probes and the `window` of Lanczos, as
-        `SLQEstimator(sampler, Lanczos(window))`, without a tag the sampler alone; a
-        `lower_bound` is of no use here.
+    - `estimator`: sampler and `window`, `SLQEstimator(sampler, Lanczos(window))`; without
+        a tag the sampler alone. A `lower_bound` is of no use here.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact. Or
         [`traceax.Adaptive`][], whose tolerances are those of the logarithm: `atol=0.1` is
         10% of the trace. Default: 1% of the logarithm.

@@ -113,9 +113,8 @@ def _compressed(matrix, arrays, nodes, vectors, *, static, eps) -> Any:
 def _compressed_rule(primals, tangents, *, static, eps) -> Any:
     """`F o (U* E U)`, which needs no gaps between eigenvalues, while the derivatives of
     eigenvectors would be infinite for equal ones."""
-    _, _, nodes, vectors = primals
     out, tangent = _compressed(*primals, static=static, eps=eps), 0
-    _, arrays = first_order_only(primals[:2])
+    _, arrays, nodes, vectors = first_order_only(primals)
 
     def at_nodes(arrays):
         return values_at(eqx.combine(arrays, static), nodes, eps)

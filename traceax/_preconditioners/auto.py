@@ -10,19 +10,20 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray, Scalar
+from jaxtyping import Array, PRNGKeyArray, PyTree, Real
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_positive, concrete_number, real_scalar
-from .._core.flat import FlatOperator
+from .._core.flat import FlatOperator, to_flat
 from .._quadrature.convergence import SEEN_BY_ONE
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
-from .base import AbstractPreconditioning
+from .base import AbstractPreconditioner, AbstractPreconditioning, check_size
 from .forecast import forecast_matvecs
 from .growth import add_block, Growth
 from .low_rank import Preconditioner
+from .scaled import checked_vector, is_vector, ScaledPreconditioner, scaling_by
 
 
 # The rank grows by this many columns at a time. Larger blocks overshoot the best rank by
@@ -81,7 +82,9 @@ class AutoPreconditioner(AbstractPreconditioning):
     **Attributes:**
 
     - `shift`: a positive scalar, at most the smallest eigenvalue of A: the noise variance
-        of a Gaussian process, a ridge, a jitter. A shift above that eigenvalue costs
+        of a Gaussian process, a ridge, a jitter. Or a vector d of them, of the structure
+        of A's vectors, with $A - \mathrm{diag}(d)$ semidefinite, as in
+        [`traceax.nystrom_preconditioner`][]. A shift above that eigenvalue costs
         steps and accuracy. Then `Solution.interval` is wider, if the mean eigenvalue of
         $P^{-1} A$ is below 1; but the mistake goes unnoticed if only a few eigenvalues
         are below the shift, or if `max_rank` leaves others far above it. The shift may be
@@ -105,10 +108,12 @@ class AutoPreconditioner(AbstractPreconditioning):
         ```
     """
 
-    shift: Scalar | None
+    shift: PyTree[Array] | None
     max_rank: int | None = eqx.field(static=True)
 
-    def __init__(self, shift: Scalar | float | None = None, max_rank: int | None = None):
+    def __init__(
+        self, shift: PyTree[Array | float] | None = None, max_rank: int | None = None
+    ):
         """**Arguments:**
 
         - `shift`: default is `None`, an estimate.
@@ -117,15 +122,9 @@ class AutoPreconditioner(AbstractPreconditioning):
         **Raises:**
 
         `TypeError` or `ValueError` if `max_rank` is not a Python integer of 1 or more,
-        or if `shift` is not a positive, finite number.
+        or if `shift` is not a positive, finite number, or a vector of them.
         """
-        self.shift = None if shift is None else real_scalar("shift", shift)
-        number = None if shift is None else concrete_number(shift)
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(
-                f"`shift` must be positive and finite. Found {number}. If nothing is "
-                "known of the smallest eigenvalue, leave it out."
-            )
+        self.shift = None if shift is None else _checked(shift)
         if max_rank is not None:
             max_rank = check_positive("max_rank", max_rank)
         self.max_rank = max_rank
@@ -138,16 +137,43 @@ class AutoPreconditioner(AbstractPreconditioning):
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
+    ) -> AbstractPreconditioner:
+        call = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
+        flat = operator.frozen
+        real = jnp.finfo(flat.dtype).dtype
+        known = jax.lax.stop_gradient(self.shift)
+        if known is None or not is_vector(known):
+            known = None if known is None else jnp.asarray(known, real)
+            return self._grow(flat, known, **call)
+        # In the scale in which all shifts are 1.
+        structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
+        scaling = scaling_by(to_flat(known, real), structure)
+        check_size(scaling, flat.size)
+        scaled, one = scaling.apply_to(flat), jnp.ones((), real)
+        inner = self._grow(scaled, one, offset=scaling.logdet, **call)
+        return ScaledPreconditioner(inner, scaling)
+
+    def _grow(
+        self,
+        flat: FlatOperator,
+        known: Real[Array, ""] | None,
+        *,
+        k: int | Budget,
+        num_steps: int | AdaptiveSteps,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+        offset: Real[Array, ""] | float = 0.0,
     ) -> Preconditioner:
-        flat, known = operator.frozen, self.shift
+        """The preconditioner for a `known` shift, or an estimated one. `offset` is what
+        the log-determinant of the call has beside that of `flat`."""
         n, real = flat.size, jnp.finfo(flat.dtype).dtype
         rank = min(self.max_rank or _default_rank(n), n)
         block = min(_BLOCK_SIZE, rank)
-        if known is not None:
-            known = jax.lax.stop_gradient(jnp.asarray(known, real))
         # Without a lower bound, steps are made until no eigenvalue can be hidden.
         hidden = n / SEEN_BY_ONE if known is None else 0.0
-        forecast = ft.partial(forecast_matvecs, k=k, num_steps=num_steps, hidden=hidden)
+        forecast = ft.partial(
+            forecast_matvecs, k=k, num_steps=num_steps, offset=offset, hidden=hidden
+        )
         with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
             grow = ft.partial(
                 add_block,
@@ -171,6 +197,20 @@ class AutoPreconditioner(AbstractPreconditioning):
                 lambda: end.preconditioner(flat, known, lower_bound),
                 lambda: end.without_rank(known, lower_bound),
             )
+
+
+def _checked(shift: PyTree[Array | float]) -> PyTree[Array]:
+    """The argument `shift`, of arrays."""
+    if is_vector(shift):
+        return checked_vector(shift)
+    scalar = real_scalar("shift", shift)
+    number = concrete_number(scalar)
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(
+            f"`shift` must be positive and finite. Found {number}. If nothing is "
+            "known of the smallest eigenvalue, leave it out."
+        )
+    return scalar
 
 
 def _default_rank(n: int) -> int:

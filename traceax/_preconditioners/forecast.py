@@ -15,14 +15,16 @@ def forecast_matvecs(
     k: int | Budget,
     num_steps: int | AdaptiveSteps,
     log_det: Real[Array, ""],
+    offset: Real[Array, ""] | float,
     hidden: float,
     reference: Real[Array, ""] | None = None,
 ) -> tuple[Real[Array, ""], Real[Array, ""]]:
     """The number of matvecs that the probes will take, and the variance of one probe.
 
     `moments` are `tr(M - I)` and `||M - I||_F^2`, and `log_det` is `log det P`. For an
-    adaptive k, the probes reach its tolerance. For a fixed number k, they reach the
-    accuracy that k probes of the variance `reference` have.
+    adaptive k, the probes reach its tolerance for `log_det + offset + tr log(M)`. For a
+    fixed number k, they reach the accuracy that k probes of the variance `reference`
+    have.
 
     `hidden` is the number of eigenvalues at zero, over the number that is tolerated, for
     which one step leaves room; 0 if a lower bound is known.
@@ -40,10 +42,11 @@ def forecast_matvecs(
     if isinstance(k, Budget):
         # Whole rounds, as many as the first test needs.
         min_probes = k.round_size * -(-k.rule.min_samples // k.round_size)
-        aim = k.rule.tolerance(log_det + trace)
+        answer = log_det + offset + trace
+        aim = k.rule.tolerance(answer)
         std_err = jnp.sqrt(variance / min_probes)
         count = jnp.full_like(std_err, min_probes)
-        excess = k.rule.excess(log_det + trace, std_err, count)
+        excess = k.rule.excess(answer, std_err, count)
         probes = min_probes * jnp.maximum(excess**2, 1)
     else:
         aim = jnp.sqrt(variance / k)

@@ -98,15 +98,9 @@ class Preconditioner(AbstractPreconditioner):
         # P^p = sigma^p I + U ((Lambda + sigma)^p - sigma^p) U*.
         outer = self.shift**exponent
         inner = ((self.values + self.shift) ** exponent - outer).astype(x.dtype)
-
-        def low_rank_part(x):
-            part = jnp.matmul(self.vectors.conj().T, x, precision="highest")
-            return jnp.matmul(self.vectors * inner, part, precision="highest")
-
-        # The vectors may have a wider dtype than x.
-        dtype = jnp.promote_types(self.vectors.dtype, x.dtype)
-        nothing = lambda x: jnp.zeros(x.shape, dtype)  # noqa: E731
-        part = jax.lax.cond(self._has_rank, low_rank_part, nothing, x)
+        part = jax.lax.cond(
+            self._has_rank, _low_rank_part, _nothing, self.vectors, inner, x
+        )
         return outer.astype(x.dtype) * x + part
 
     @property
@@ -185,3 +179,16 @@ class Preconditioner(AbstractPreconditioner):
         # A quadratic form takes the square root of its weight in the vector.
         weighted = [weight**0.5 * z, (1 - weight) ** 0.5 * parts]
         return self.power(-0.5, jnp.concatenate(weighted, axis=1))
+
+
+# At module level: JAX compiles a condition anew for functions that it has not seen.
+
+
+def _low_rank_part(vectors, inner, x):
+    part = jnp.matmul(vectors.conj().T, x, precision="highest")
+    return jnp.matmul(vectors * inner, part, precision="highest")
+
+
+def _nothing(vectors, inner, x):
+    # The vectors may have a wider dtype than x.
+    return jnp.zeros(x.shape, jnp.promote_types(vectors.dtype, x.dtype))

@@ -96,10 +96,14 @@ def assemble(
     shifted = products - relative * basis
     approximation = nystrom(basis, shifted, flat.eps, indefinite=True)
     vectors, s, _ = thin_svd(approximation.factor, flat.eps)
+    # `nystrom` approximates `A - sigma I` plus a shift of its own.
+    values = s**2 - approximation.shift
+    # Values at the level of rounding have vectors that depend on rounding alone, as where
+    # columns of the basis are zero.
+    resolved = values > flat.eps * values[0]
     return Preconditioner(
-        vectors=vectors,
-        # `nystrom` approximates `A - sigma I` plus a shift of its own.
-        values=unit * jnp.maximum(s**2 - approximation.shift, 0),
+        vectors=vectors * resolved,
+        values=unit * jnp.where(resolved, values, 0),
         shift=shift,
         # d = (sigma / theta)^(1/2) Q v for the smallest Ritz pair (theta, Q v): if theta
         # is far above sigma, the pair says nothing about the eigenvalues near sigma.

@@ -151,13 +151,13 @@ def checked_shift(
     JAX arrays are not looked at, and so stay on their device."""
     if shift is None:
         return None, None
-    leaves, treedef = jax.tree.flatten(shift)
     structure = operator.structure
-    if jax.tree.structure(0) == treedef and not getattr(shift, "ndim", 0):
+    if not is_vector(shift):
         scalar = real_scalar("shift", shift)
         if not isinstance(shift, jax.Array) and not 0 <= float(shift) < math.inf:
             raise ValueError(f"`shift` must be finite, 0 or more. Found {shift!r}.")
         return scalar, None
+    leaves, treedef = jax.tree.flatten(shift)
     shapes = [jnp.shape(leaf) for leaf in leaves]
     expected = [leaf.shape for leaf in jax.tree.leaves(structure)]
     if treedef != jax.tree.structure(structure) or shapes != expected:
@@ -165,13 +165,35 @@ def checked_shift(
             "`shift` must be a scalar, or have the structure of the vectors of "
             f"`operator`, {structure}. Found {jax.eval_shape(lambda: shift)}."
         )
-    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
-        raise TypeError("`shift` must be real. Found complex entries. Pass `shift.real`.")
-    for leaf in leaves:
+    dtype = jnp.finfo(operator.flat.dtype).dtype
+    entries = jax.lax.stop_gradient(to_flat(checked_vector(shift), dtype))
+    return jnp.ones((), dtype), scaling_by(entries, structure)
+
+
+def is_vector(shift: PyTree[Array | float]) -> bool:
+    """Whether it is an array of shifts, or a PyTree of them, and not one number."""
+    is_leaf = jax.tree.structure(shift) == jax.tree.structure(0)
+    return not is_leaf or getattr(shift, "ndim", 0) > 0
+
+
+def checked_vector(shift: PyTree[Array | float]) -> PyTree[Array]:
+    """A vector of shifts as arrays, or raise if it is complex, or a NumPy array with
+    entries that are not positive and finite."""
+    for leaf in jax.tree.leaves(shift):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                "`shift` must be real. Found complex entries. Pass `shift.real`."
+            )
         if isinstance(leaf, np.ndarray) and not np.all((leaf > 0) & np.isfinite(leaf)):
             raise ValueError("`shift` must have positive, finite entries. Found others.")
-    dtype = jnp.finfo(operator.flat.dtype).dtype
-    entries = jax.lax.stop_gradient(to_flat(jax.device_put(shift), dtype))
+    return jax.device_put(shift)
+
+
+def scaling_by(
+    entries: Real[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
+) -> DiagonalPreconditioner:
+    """The diagonal preconditioner that makes these shifts equal to 1."""
     template = lx.IdentityLinearOperator(structure)
-    scaling = DiagonalPreconditioner(entries=entries, template=template, num_matvecs=0)
-    return jnp.ones((), dtype), scaling
+    # An array, as all leaves of the state of a run are.
+    none = jnp.zeros((), jnp.int32)
+    return DiagonalPreconditioner(entries=entries, template=template, num_matvecs=none)
