@@ -150,6 +150,13 @@ def diagonal_of_inverse(matrix, key, throw=True):
     return solution.value, solution.std_err
 
 
+def diagonal_of_product(matrix, key, throw=True):
+    settings = {"k": 8, "num_steps": 5, "key": key, "throw": throw}
+    factor = lx.MatrixLinearOperator(matrix[:5])
+    solution = tx.diagonal_of_product(factor, dense(matrix), tx.Inverse(), **settings)
+    return solution.value, solution.std_err
+
+
 def difference(matrix, key, throw=True):
     pair = dense(matrix), dense(matrix @ matrix)
     settings = SETTINGS | {"key": key, "throw": throw}
@@ -261,6 +268,7 @@ FUNCTIONS = {
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
     "difference": difference,
     "diagonal-of-inverse": diagonal_of_inverse,
+    "diagonal-of-product": diagonal_of_product,
     "frobenius-products": frobenius_products,
     "action": action,
     "hessian": curved(hessian),

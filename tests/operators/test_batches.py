@@ -322,7 +322,7 @@ def test_bad_batches(batches, found):
 
 def test_bad_functions():
     w, batches = point(), data(0)
-    with pytest.raises(TypeError, match=r"`f` must return a real.*shape"):
+    with pytest.raises(TypeError, match=r"`fn` must return a real.*shape"):
         tx.hessian(losses, w, batches)
     with pytest.raises(TypeError, match=r"`loss` must return a real.*shape"):
         tx.ggn(outputs, lambda z, batch: z, w, batches)

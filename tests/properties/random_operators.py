@@ -284,6 +284,21 @@ def enlarged(matrix):
     return matrix + (matrix / 8) * np.eye(len(matrix), dtype=matrix.dtype)
 
 
+def rows(n):
+    """Five rows with entries in [-1, 1]."""
+    return np.cos(np.outer(np.arange(1, 6), np.arange(n)))
+
+
+def product_diagonal(operator, matrix, settings):
+    factor = lx.MatrixLinearOperator(jnp.asarray(rows(len(matrix)), matrix.dtype))
+    return tx.diagonal_of_product(factor, operator, tx.Inverse(), **settings)
+
+
+def exact_product_diagonal(matrix):
+    eigenvalues, vectors = np.linalg.eigh(matrix)
+    return np.abs(rows(len(matrix)) @ vectors) ** 2 @ (1 / eigenvalues)
+
+
 def residual(n):
     """The same in every dtype."""
     return (np.arange(n) % 7 - 3) / 4
@@ -465,6 +480,12 @@ QUANTITIES = {
         lambda matrix: np.diag(dense_function(lambda x: np.exp(-x), matrix)),
         **HERMITIAN | {"samples": 30, "most": lambda k, num_steps: (k + 1) * num_steps},
     ),
+    "diagonal-of-product": Quantity(
+        product_diagonal,
+        exact_product_diagonal,
+        structures=("vector",),
+        **DEFINITE | {"samples": 30, "most": lambda k, num_steps: (k + 1) * num_steps},
+    ),
     "log-trace-exp": Quantity(by(tx.log_trace_exp), log_trace_exp, **HERMITIAN),
     "log-prob": Quantity(
         log_prob,
@@ -494,7 +515,7 @@ LINEAR = {
 }
 LINEAR |= {"leaf-traces", "divergence", "laplacian"}
 LINEAR |= {name for name in QUANTITIES if name.startswith("diagonal")}
-LINEAR -= {"diagonal-of-exp", "diagonal-of-inverse"}
+LINEAR -= {"diagonal-of-exp", "diagonal-of-inverse", "diagonal-of-product"}
 
 # Adaptive runs of these end where one without interruption ends; others plan for `max_k`.
 PLANNING = {"hutchpp", "nystrompp", "diagonal-diagpp", "exp-krylov-aware", "laplacian"}
@@ -522,6 +543,7 @@ SHORT = {
         Call("entropy", jnp.float64, k=20),
         Call("inverse", jnp.float64, k=20, num_steps=None),
         Call("exp", k=20),
+        Call("diagonal-of-product", jnp.float64, num_steps=None),
         Call("log-trace-exp", k=20),
         Call("log-prob", jnp.float64, k=20),
     ]

@@ -494,11 +494,11 @@ def test_a_run_goes_on_with_no_smaller_budget():
         (lambda: tx.probe_mesh(2), ["`devices` must be a list", "Found 2", "[:2]"]),
         (
             lambda: tx.hessian(jnp.ones(3), jnp.sum),
-            ["`f` must be a function", "The point comes after it"],
+            ["`fn` must be a function", "The point comes after it"],
         ),
         (
             lambda: tx.hessian(lambda w: w**2, 2.0),
-            ["`f` must return a real", "Pass an array"],
+            ["`fn` must return a real", "Pass an array"],
         ),
         (
             lambda: tx.trace([[1.0, 2.0], [3.0, 4.0]], k=2, key=KEY),

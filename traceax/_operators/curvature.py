@@ -63,14 +63,14 @@ def _check_outputs(name: str, outputs: PyTree, kind: type) -> None:
 
 
 def hessian(
-    f: Callable[..., Scalar],
+    fn: Callable[..., Scalar],
     x: PyTree,
     batches: PyTree | Iterable[PyTree] | None = None,
     *,
     chunk_size: int = 1,
 ) -> lx.AbstractLinearOperator:
-    """The Hessian of `f` at `x`, as an operator that is never formed; or, with batches
-    of data, the mean of the Hessians of `x -> f(x, batch)`.
+    """The Hessian of `fn` at `x`, as an operator that is never formed; or, with batches
+    of data, the mean of the Hessians of `x -> fn(x, batch)`.
 
     !!! Example
 
@@ -84,8 +84,8 @@ def hessian(
 
     **Arguments:**
 
-    - `f`: a twice differentiable function to a real scalar: `f(x)`, or `f(x, batch)` if
-        there are batches.
+    - `fn`: a twice differentiable function to a real scalar: `fn(x)`, or `fn(x, batch)`
+        if there are batches.
     - `x`: the point: any PyTree. Its floating-point arrays, of n entries in all, are the
         variables; its other leaves (an Equinox model has some) are constants.
     - `batches`: the data, in one of two forms:
@@ -97,14 +97,14 @@ def hessian(
             `(batches, examples, ...)`.
 
         The mean over batches has weights $n_b / N$ for batches of $n_b$ of $N$ examples.
-        For an `f` that is a mean over the examples of its batch, that is the mean over
+        For a `fn` that is a mean over the examples of its batch, that is the mean over
         all examples; for a sum over them, multiply it by $N$. The number $n_b$ is the
         length that differs between batches of a list, in the leading axis of their
         arrays. Where none does, and for stacked batches, weights are equal.
 
         Each matvec is one pass over all batches, with the memory of one chunk of them,
         also in derivatives of any order. Batches of each size have a loop of their own in
-        the compiled program. The default, `None`, is for an `f` of `x` alone.
+        the compiled program. The default, `None`, is for a `fn` of `x` alone.
     - `chunk_size`: how many batches are in a chunk, which is processed at the same time.
         Batches of one size that do not fill the last chunk are a smaller one, which is
         compiled, too. If the leading axis is split over devices, pass the number of
@@ -115,12 +115,12 @@ def hessian(
 
     A symmetric-tagged operator on PyTrees of the structure of `equinox.filter(x,
     equinox.is_inexact_array)`. One matvec costs about two gradients, with batches of the
-    whole data. Memory without batches: the residuals of a gradient of `f`, and about as
+    whole data. Memory without batches: the residuals of a gradient of `fn`, and about as
     much again for each vector of a block of probes.
 
     **Raises:**
 
-    - `TypeError` if `f` does not return a real scalar, or `x` has complex arrays or no
+    - `TypeError` if `fn` does not return a real scalar, or `x` has complex arrays or no
         floating ones.
     - `ValueError` if `batches` has no arrays, or something else in it; if stacked batches
         have leading axes of several lengths; if batches in a list differ in more than the
@@ -128,12 +128,17 @@ def hessian(
     """
     if batches is not None or chunk_size != 1:
         return mean_operator(
-            hessian, f, x=x, batches=batches, chunk_size=chunk_size, tags=lx.symmetric_tag
+            hessian,
+            fn,
+            x=x,
+            batches=batches,
+            chunk_size=chunk_size,
+            tags=lx.symmetric_tag,
         )
-    check_scalar_function("f", f, x)
+    check_scalar_function("fn", fn, x)
     # The Jacobian of the gradient, in forward mode over reverse mode: each matvec costs
     # about two gradients, whatever n.
-    return _jacobian(eqx.filter_grad(f), x, lx.symmetric_tag)
+    return _jacobian(eqx.filter_grad(fn), x, lx.symmetric_tag)
 
 
 def ggn(
@@ -219,9 +224,9 @@ def ggn(
 
 
 def jacobian_gram(
-    f: Callable[[_Point], PyTree[Array]], x: _Point
+    fn: Callable[[_Point], PyTree[Array]], x: _Point
 ) -> lx.TaggedLinearOperator:
-    """The Gram matrix $J^T J$ of the Jacobian of `f` at `x`; its trace is $\\|J\\|_F^2$.
+    """The Gram matrix $J^T J$ of the Jacobian of `fn` at `x`; its trace is $\\|J\\|_F^2$.
     Complex outputs count as their real and imaginary parts.
 
     !!! Example
@@ -236,29 +241,29 @@ def jacobian_gram(
 
     **Arguments:**
 
-    - `f`: from `x` to any PyTree of floating-point or complex arrays.
+    - `fn`: from `x` to any PyTree of floating-point or complex arrays.
     - `x`: the point, as in [`traceax.hessian`][].
 
     **Returns:**
 
     A positive-semidefinite-tagged operator. One matvec costs about one forward-mode
-    and one reverse-mode derivative of `f`. Memory: the residuals of a derivative of `f`,
-    as long as the operator lives, and for each vector of a block of probes the memory of
-    one forward and one backward pass through `f`.
+    and one reverse-mode derivative of `fn`. Memory: the residuals of a derivative of
+    `fn`, as long as the operator lives, and for each vector of a block of probes the
+    memory of one forward and one backward pass through `fn`.
 
     **Raises:**
 
-    `TypeError` if `f` returns other arrays; for `x` as in [`traceax.hessian`][].
+    `TypeError` if `fn` returns other arrays; for `x` as in [`traceax.hessian`][].
     """
     # Of complex outputs with the Jacobian J, the real part of J* J is meant. It is the
     # Gram matrix of the real and the imaginary parts as separate outputs.
-    jacobian = lx.linearise(_jacobian(lambda x: jax.tree.map(_real_parts, f(x)), x))
+    jacobian = lx.linearise(_jacobian(lambda x: jax.tree.map(_real_parts, fn(x)), x))
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, _SEMIDEFINITE)
 
 
 def _real_parts(y: Array) -> tuple[Array, ...]:
     """The real and the imaginary part of a complex array, or a real array alone."""
-    _check_outputs("f", y, jnp.inexact)
+    _check_outputs("fn", y, jnp.inexact)
     return (y.real, y.imag) if jnp.iscomplexobj(y) else (y,)
 
 
