@@ -101,7 +101,9 @@ from ._operators.curvature import (
     jacobian_gram,
 )
 from ._operators.data_gram import data_gram
+from ._operators.factored import block_diagonal, kronecker, kronecker_sum
 from ._operators.tags import hermitian_tag
+from ._operators.toeplitz import circulant, toeplitz
 from ._preconditioners.auto import AutoPreconditioner
 from ._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from ._preconditioners.diagonal import (
@@ -209,12 +211,17 @@ __all__ = [
     "ScaledPreconditioner",
     # Operators.
     "as_operator",
+    "block_diagonal",
+    "circulant",
     "data_gram",
     "empirical_fisher",
     "ggn",
     "hermitian_tag",
     "hessian",
     "jacobian_gram",
+    "kronecker",
+    "kronecker_sum",
+    "toeplitz",
     # Budgets, devices, samplers, results.
     "AbstractExecution",
     "AbstractQuantity",

@@ -42,9 +42,12 @@ class LogDet(AbstractFunctionTask):
     def title(self) -> str:
         return "Log-determinant"
 
-    def known(self, facts: Facts) -> Estimate | None:
+    def is_known(self, facts: Facts) -> bool:
+        return facts.determinant is not None or super().is_known(facts)
+
+    def known(self, operator: FlatOperator, facts: Facts) -> Estimate:
         if facts.determinant is None:
-            return None
+            return super().known(operator, facts)
         sign, log = facts.determinant
         return Estimate(
             value=log,

@@ -394,6 +394,7 @@ def _first_order_only_rule(primals, tangents) -> Any:
     if jax.tree.leaves(tangents):
         raise NotImplementedError(
             "`traceax.function_of` has no second derivatives, nor mixed ones, nor has "
-            "`traceax.diagonal_of_function`. Take differences of first derivatives."
+            "`traceax.diagonal_of_function`, nor have traces of functions of structured "
+            "operators. Take differences of first derivatives."
         )
     return primals[0], tangents[0]

@@ -12,8 +12,10 @@ first order E changes the trace by `tr(f'(A) E)`. See docs/devdocs/quadrature.md
 function is steep".
 """
 
+import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
@@ -28,6 +30,7 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.singular_functions import SingularLog
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach
+from .action import first_order_only
 from .gradients import AbstractFunctionGradient
 
 
@@ -69,12 +72,69 @@ def exact_trace_of_function(
         # The size of an entry of E, as ||E - E*||_F is about 2^(1/2) ||E||_F.
         noise = two_norm(skew) / (2**0.5 * operator.size)
     error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
+    estimate = _sum_over(operator, function, nodes, nodes[jnp.array(ends)], error)
+    lost = failure(tagged_wrongly, RESULTS.precision_lost)
+    if isinstance(function, SingularLog):
+        estimate.extra["sign"] = determinant_sign(matrix)
+    # L = f'(A)*, or U f'(S) V* for functions of singular values.
+    left = left * subgradients_at(function, nodes, operator.eps).conj()
+    left = jnp.matmul(left, right, precision="highest")
+    frame = gradient.frame(function, left, eye, eye)
+    value = attach(operator, estimate.value, frame, execution=execution)
+    result = first_failure(estimate.result, lost)
+    return dataclasses.replace(estimate, value=value, samples=value[None], result=result)
+
+
+def trace_from_eigenvalues(
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    eigenvalues: Real[Array, " n"],
+) -> Estimate:
+    """The sum of `function` over the known eigenvalues of a Hermitian operator, or over
+    their moduli, its singular values, without a matvec. It has a derivative of first
+    order in the eigenvalues."""
+    frozen = jax.lax.stop_gradient(eigenvalues)
+    nodes = jnp.abs(frozen) if function.of_singular_values else frozen
+    ends = jnp.stack([jnp.min(nodes), jnp.max(nodes)])
+    error = jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes))
+    estimate = _sum_over(operator, function, nodes, ends, error)
+    signs = jnp.sign(frozen)
+    if isinstance(function, SingularLog):
+        estimate.extra["sign"] = jnp.prod(signs)
+    slopes = subgradients_at(function, nodes, operator.eps)
+    slopes = jnp.where(function.of_singular_values, signs, 1) * slopes
+    value = _with_slopes(estimate.value, slopes, eigenvalues)
+    return dataclasses.replace(estimate, value=value, samples=value[None], num_matvecs=0)
+
+
+@eqx.filter_custom_jvp
+def _with_slopes(value, slopes, eigenvalues):
+    """The value, with the derivatives `slopes` in the eigenvalues."""
+    return value
+
+
+@_with_slopes.def_jvp
+def _with_slopes_rule(primals, tangents):
+    value, slopes, _ = first_order_only(primals)
+    change = tangents[2]
+    return value, None if change is None else jnp.sum(slopes * change)
+
+
+def _sum_over(
+    operator: FlatOperator,
+    function: AbstractSpectralFunction,
+    nodes: Real[Array, " n"],
+    extremes: Real[Array, "2"],
+    error: Real[Array, ""],
+) -> Estimate:
+    """The sum of `function` over nodes with errors of the size `error`, and how far off
+    it may be, without derivatives."""
 
     def at(nodes):
         return values_at(function, nodes, operator.eps)
 
     values, one_sided, bias = _near_zero(function, at, nodes, error)
-    value, extremes = jnp.sum(values), nodes[jnp.array(ends)]
+    value = jnp.sum(values)
     slopes = slopes_at(function, nodes, operator.eps)
     in_domain = check_domain(function, operator, extremes, value)
     # Changes are not finite where nodes leave the domain, or values overflow. Nodes with
@@ -89,26 +149,15 @@ def exact_trace_of_function(
         shifts=shifts,
         bias=bias,
     )
-    lost |= tagged_wrongly
-    result = first_failure(in_domain, failure(lost, RESULTS.precision_lost))
-    extra = entries_without_probes(value.real, extremes)
-    if isinstance(function, SingularLog):
-        extra["sign"] = determinant_sign(matrix)
-    bounds = bounds_around(value.real, change)
-    # L = f'(A)*, or U f'(S) V* for functions of singular values.
-    left = left * subgradients_at(function, nodes, operator.eps).conj()
-    left = jnp.matmul(left, right, precision="highest")
-    frame = gradient.frame(function, left, eye, eye)
-    value = attach(operator, value, frame, execution=execution)
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),
         samples=value[None],
         num_matvecs=operator.size,
         rounding=0.0,
-        result=result,
-        extra=extra,
-        bounds=bounds,
+        result=first_failure(in_domain, failure(lost, RESULTS.precision_lost)),
+        extra=entries_without_probes(value.real, extremes),
+        bounds=bounds_around(value.real, change),
     )
 
 

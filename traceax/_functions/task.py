@@ -12,7 +12,7 @@ from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.solve import AbstractTask
 from .._run.steps import AdaptiveSteps, exact_limit
-from .all_eigenvalues import exact_trace_of_function
+from .all_eigenvalues import exact_trace_of_function, trace_from_eigenvalues
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
 
@@ -50,7 +50,7 @@ class AbstractFunctionTask(AbstractTask):
         return "SLQEstimator"
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
-        return operator.size if self.known(facts) is None else 0
+        return 0 if self.is_known(facts) else operator.size
 
     @property
     def chooses_steps(self) -> bool:
@@ -68,9 +68,18 @@ class AbstractFunctionTask(AbstractTask):
             return most
         return min(most, operator.size // _TYPICAL_STEPS)
 
-    def known(self, facts: Facts) -> Estimate | None:
-        """The answer, if it follows from what lineax knows about the operator."""
-        return None
+    def is_known(self, facts: Facts) -> bool:
+        """Whether the answer follows from facts about the operator, without a matvec."""
+        return facts.spectrum is not None
+
+    def known(self, operator: FlatOperator, facts: Facts) -> Estimate:
+        """The answer, if it `is_known`."""
+        assert facts.spectrum is not None
+        operand, eigenvalues = self.operand(operator), facts.spectrum.eigenvalues
+        if operand is not operator:  # its negative
+            eigenvalues = -eigenvalues
+        estimate = trace_from_eigenvalues(operand, self.function, eigenvalues)
+        return self.finish(operator, estimate)
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
         """The operator that the function is applied to."""
@@ -83,8 +92,8 @@ class AbstractFunctionTask(AbstractTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        if (answer := self.known(facts)) is not None:
-            return answer
+        if self.is_known(facts):
+            return self.known(operator, facts)
         operand = self.operand(operator)
         estimate = exact_trace_of_function(
             operand, self.function, self.gradient, execution

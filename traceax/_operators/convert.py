@@ -130,7 +130,7 @@ def convert(
 ) -> lx.AbstractLinearOperator:
     """`as_operator` for the argument `name` of a call. `second` is the argument that
     follows it: if `x` is no operator and that is one, the error says so."""
-    tags = _as_frozenset(tags)
+    tags = as_frozenset(tags)
     if like is not None and not _is_function(x):
         raise TypeError(
             "`like` is for functions, which do not say what their vectors are. Found "
@@ -173,7 +173,7 @@ def _of_function(
     return operator
 
 
-def _as_frozenset(tags: Any) -> frozenset[object]:
+def as_frozenset(tags: Any) -> frozenset[object]:
     tags = frozenset(tags if isinstance(tags, tuple | list | set | frozenset) else [tags])
     if any(isinstance(tag, str) for tag in tags):
         raise TypeError(

@@ -9,22 +9,16 @@ f_0 = 1 and f_(-1) = 0. In `_continuant` f_i is `following`, f_(i-1) `current` a
 `previous`. All are kept as a sign (or a phase) and a logarithm of the modulus.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .diagonal import diagonal_cost
+from .structured import AbstractStructuredOperator, SignLog
 from .tags import dtypes
-
-
-class SignLog(NamedTuple):
-    """`det A = sign * exp(log)`; for singular A sign 0 and log -inf."""
-
-    sign: Inexact[Array, ""]
-    log: Real[Array, ""]
 
 
 def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
@@ -34,6 +28,8 @@ def structured_log_det(operator: lx.AbstractLinearOperator) -> SignLog | None:
     if operator.in_size() != operator.out_size():
         return None
     match operator:
+        case AbstractStructuredOperator():
+            return operator.determinant(structured_log_det)
         case lx.TaggedLinearOperator() if inner := structured_log_det(operator.operator):
             return inner
         case lx.ComposedLinearOperator():

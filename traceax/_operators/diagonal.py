@@ -2,6 +2,8 @@
 
 import lineax as lx
 
+from .structured import AbstractStructuredOperator
+
 
 def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
     """The number of matvecs that `lineax.diagonal(operator)` takes: 0 where the diagonal
@@ -22,6 +24,8 @@ def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
             | lx.NegLinearOperator()
         ):
             return diagonal_cost(operator.operator)
+        case AbstractStructuredOperator() if all(map(_is_known, operator.parts)):
+            return 0
         case lx.AddLinearOperator():
             return _cost_of_parts(operator)
         # Diagonals of products come from those of the factors only if these are diagonal.
@@ -32,6 +36,10 @@ def diagonal_cost(operator: lx.AbstractLinearOperator) -> int:
             return 1 if lx.is_diagonal(operator) else operator.in_size()
         case _:
             return operator.in_size()
+
+
+def _is_known(operator: lx.AbstractLinearOperator) -> bool:
+    return diagonal_cost(operator) == 0
 
 
 def _cost_of_parts(operator: lx.AddLinearOperator | lx.ComposedLinearOperator) -> int:

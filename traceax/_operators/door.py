@@ -25,6 +25,7 @@ from .._core.linearity import why_not_linear
 from .checks import checked_operator
 from .determinant import SignLog, structured_log_det
 from .diagonal import diagonal_cost
+from .spectrum import Spectrum, spectrum_of
 from .tags import dtypes, Symmetry, symmetry_of
 
 
@@ -33,11 +34,14 @@ class Facts(eqx.Module):
 
     - `diagonal`: the diagonal, shape `(n,)`, if it costs less than n matvecs; else None.
     - `determinant`: its sign and logarithm, where the structure gives them; else None.
+    - `spectrum`: all eigenvalues of a Hermitian operator, where the structure gives them;
+        else None.
     - `diagonal_cost`: the number of matvecs that the diagonal costs, n at most.
     """
 
     diagonal: Inexact[Array, " n"] | None
     determinant: SignLog | None
+    spectrum: Spectrum | None
     diagonal_cost: int = eqx.field(static=True)
 
 
@@ -155,7 +159,8 @@ def _facts(operator: lx.AbstractLinearOperator) -> Facts:
     # A diagonal at the cost of n matvecs is no fact: it costs as much as an exact answer.
     if square and cost < size:
         diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
-    return Facts(diagonal, structured_log_det(operator), cost)
+    determinant, spectrum = structured_log_det(operator), spectrum_of(operator)
+    return Facts(diagonal, determinant, spectrum, cost)
 
 
 def flatten(

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact
+from jaxtyping import Array
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
+from .structured import AbstractStructuredOperator
 from .tags import hermitian_tag
 
 
@@ -86,14 +87,46 @@ def _diagonal(
     return lx.TaggedLinearOperator(operator, tags) if tags else operator
 
 
-class _SparseProduct(eqx.Module):
-    """`v -> A v`. A module, unlike a closure, is traced once for all matrices of its
-    shape and number of entries."""
+class SparseOperator(AbstractStructuredOperator):
+    """A sparse matrix, BCOO or BCSR: see [`traceax.as_operator`][]."""
 
     matrix: Any
+    tags: frozenset[object] = eqx.field(static=True)
 
-    def __call__(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+    def mv(self, vector):
         return self.matrix @ vector
+
+    def as_matrix(self):
+        return self.matrix.todense()
+
+    def transpose(self):
+        return SparseOperator(self._coordinates().T, lx.transpose_tags(self.tags))
+
+    def conj(self):
+        conjugate = eqx.tree_at(lambda x: x.data, self.matrix, self.matrix.data.conj())
+        return SparseOperator(conjugate, self.tags)
+
+    def has(self, tag):
+        return tag in self.tags
+
+    def diagonal(self):
+        matrix = self._coordinates()
+        rows, columns = matrix.indices.T
+        entries = jnp.where(rows == columns, matrix.data, 0)
+        # Entries outside of the matrix fill the arrays up.
+        return (
+            jnp.zeros(matrix.shape[0], entries.dtype).at[rows].add(entries, mode="drop")
+        )
+
+    def _coordinates(self) -> Any:
+        is_bcsr = hasattr(self.matrix, "indptr")
+        return self.matrix.to_bcoo() if is_bcsr else self.matrix
 
 
 def _libraries() -> tuple[Any, Any]:
@@ -132,12 +165,7 @@ def of_sparse(
         tags |= _tags_of((rows != rows.conj().T).nnz == 0, dtype)
         if (entries.row == entries.col).all():
             return _diagonal(entries.diagonal().astype(dtype), tags)
-    return lx.FunctionLinearOperator(
-        _SparseProduct(matrix),
-        jax.ShapeDtypeStruct((x.shape[1],), dtype),
-        tags,
-        closure_convert=False,
-    )
+    return SparseOperator(matrix, tags)
 
 
 def _entries(x: Any) -> Any:

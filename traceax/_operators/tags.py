@@ -11,6 +11,7 @@ from jax.tree_util import tree_leaves
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
+from .structured import AbstractStructuredOperator
 
 
 class _HermitianTag:
@@ -150,6 +151,8 @@ def _tagged_sign(operator: lx.AbstractLinearOperator) -> int:
 def _is_tagged_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     if _tagged_sign(operator) or hermitian_tag in getattr(operator, "tags", ()):
         return True
+    if isinstance(operator, AbstractStructuredOperator) and operator.parts:
+        return all(map(_is_tagged_hermitian, operator.parts))
     return lx.is_symmetric(operator) and not is_complex(operator)
 
 

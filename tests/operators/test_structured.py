@@ -1,0 +1,289 @@
+"""Operators made of factors, and by Fourier transforms, against matrices of NumPy and
+SciPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.linalg as sl
+import scipy.sparse as sp
+
+import traceax as tx
+
+from ..helpers import hermitian, PSD
+
+
+KEY = jr.key(0)
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=np.float64):
+    real, imaginary = RANDOM.standard_normal((2, *shape))
+    is_complex = np.issubdtype(dtype, np.complexfloating)
+    return (real + 1j * imaginary if is_complex else real).astype(dtype)
+
+
+def kronecker_sum(*matrices):
+    total = np.zeros((1, 1))
+    for x in matrices:
+        total = np.kron(total, np.eye(len(x))) + np.kron(np.eye(len(total)), x)
+    return total
+
+
+def circulant(column):
+    """The convolution with an array on a torus."""
+    shifts = [np.roll(column, i, range(column.ndim)) for i in np.ndindex(column.shape)]
+    return np.stack([x.ravel() for x in shifts], axis=1)
+
+
+def cases(dtype):
+    """Operators and their matrices: rectangular ones, and square ones without a tag."""
+    shapes = (3, 4), (2, 5), (4, 4), (3, 3)
+    a, b, c, d = (normal(*shape, dtype=dtype) for shape in shapes)
+    column, row, torus = (normal(*n, dtype=dtype) for n in ((7,), (5,), (3, 4)))
+    sparse = sp.random_array((9, 6), density=0.3, rng=RANDOM).astype(dtype)
+    return {
+        "kronecker": (tx.kronecker(a, b, c), np.kron(np.kron(a, b), c)),
+        "sum": (tx.kronecker_sum(c, d), kronecker_sum(c, d)),
+        "blocks": (tx.block_diagonal(a, c), sl.block_diag(a, c)),
+        "toeplitz": (tx.toeplitz(column, row), sl.toeplitz(column, row)),
+        "circulant": (tx.circulant(torus), circulant(torus)),
+        "sparse": (tx.as_operator(sparse), sparse.toarray()),
+        "mixed": (
+            tx.kronecker(tx.toeplitz(column), sparse),
+            np.kron(hermitian_toeplitz(column), sparse.toarray()),
+        ),
+    }
+
+
+def hermitian_toeplitz(column):
+    return sl.toeplitz(np.concatenate([column[:1].real, column[1:]]))
+
+
+def flat(tree):
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def products(operator, x, y):
+    """`A x`, `A^T y` and `conj(A) x` of flat vectors, also of the linearised operator."""
+
+    def of(operator, x):
+        leaves, structure = jax.tree.flatten(operator.in_structure())
+        ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+        parts = jnp.split(x, ends)
+        parts = [v.reshape(leaf.shape) for v, leaf in zip(parts, leaves, strict=True)]
+        return flat(operator.mv(jax.tree.unflatten(structure, parts)))
+
+    linear = lx.linearise(operator)
+    conjugate, matrix = lx.conj(operator), operator.as_matrix()
+    return of(operator, x), of(linear, x), of(operator.T, y), of(conjugate, x), matrix
+
+
+@pytest.mark.slow(but="complex128")
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
+def test_products(dtype):
+    table = cases(dtype)
+    vectors = {
+        name: (normal(x.shape[1], dtype=dtype), normal(x.shape[0], dtype=dtype))
+        for name, (_, x) in table.items()
+    }
+
+    @eqx.filter_jit
+    def run(operators):
+        return {name: products(x, *vectors[name]) for name, x in operators.items()}
+
+    found = run({name: operator for name, (operator, _) in table.items()})
+    for name, (_, matrix) in table.items():
+        x, y = vectors[name]
+        expected = matrix @ x, matrix @ x, matrix.T @ y, matrix.conj() @ x, matrix
+        for one, other in zip(found[name], expected, strict=True):
+            assert one.dtype == dtype, name
+            tolerance = 100 * np.finfo(dtype).eps * np.linalg.norm(matrix)
+            np.testing.assert_allclose(one, other, atol=tolerance, err_msg=name)
+
+
+def laplacian(n):
+    return 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+
+def tagged(matrix):
+    return tx.as_operator(matrix, tags=PSD)
+
+
+def test_what_is_known():
+    """Tags and structure pass from the parts."""
+    line, lower = tagged(laplacian(4)), tx.as_operator(np.tril(normal(3, 3)))
+    lower = lx.TaggedLinearOperator(lower, lx.lower_triangular_tag)
+    diagonal, minus = lx.DiagonalLinearOperator(jnp.ones(3)), -line
+    for make in (tx.kronecker, tx.kronecker_sum, tx.block_diagonal):
+        assert lx.is_positive_semidefinite(make(line, line))
+        assert lx.is_symmetric(make(line, line))
+        assert not lx.is_symmetric(make(line, lower))
+        assert lx.is_lower_triangular(make(lower, diagonal))
+        assert not lx.is_positive_semidefinite(make(line, lower))
+        assert lx.is_diagonal(make(diagonal, diagonal))
+        assert lx.is_tridiagonal(make(diagonal, diagonal))
+    assert lx.is_positive_semidefinite(tx.kronecker(minus, minus))
+    assert lx.is_negative_semidefinite(tx.kronecker(minus, line))
+    assert lx.is_negative_semidefinite(tx.kronecker_sum(minus, minus))
+    assert not lx.is_positive_semidefinite(tx.kronecker_sum(minus, line))
+    identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((3,), float))
+    assert lx.has_unit_diagonal(tx.kronecker(identity, identity))
+    assert not lx.has_unit_diagonal(tx.kronecker_sum(identity, identity))
+    assert lx.is_symmetric(tx.toeplitz(np.arange(3.0)))
+    assert not lx.is_symmetric(tx.toeplitz(np.arange(3.0), np.arange(4.0)))
+    assert lx.is_symmetric(tx.circulant(np.array([2.0, -1.0, 0.0, -1.0])))
+    assert not lx.is_symmetric(tx.circulant(np.arange(4.0)))
+
+
+def structured(scale=1.0, shift=0.5, dtype=np.float64):
+    """Positive definite operators, and their matrices by `jnp`."""
+    a = jnp.asarray(hermitian(1, np.arange(1.0, 6.0), dtype))
+    b = jnp.asarray(hermitian(2, np.arange(1.0, 4.0), dtype))
+    column = jnp.asarray([3.0, -1.0, 0.5, 0.5, -1.0]).astype(dtype)
+    tag = lambda x: lx.MatrixLinearOperator(scale * x, PSD)  # noqa: E731
+    eye = lambda x: shift * lx.IdentityLinearOperator(x.in_structure())  # noqa: E731
+    product, total = tx.kronecker(tag(a), tag(b)), tx.kronecker_sum(tag(a), tag(b))
+    ring = tx.circulant(scale * column, PSD)
+    identity = jnp.eye(15, dtype=dtype)
+    dense = jnp.kron(scale * a, scale * b)
+    dense_sum = jnp.kron(scale * a, jnp.eye(3)) + jnp.kron(jnp.eye(5), scale * b)
+    dense_ring = jnp.stack([jnp.roll(scale * column, i) for i in range(5)], axis=1)
+    return {
+        "product": (product + eye(product), dense + shift * identity),
+        "sum": (2 * (total + eye(total)), 2 * (dense_sum + shift * identity)),
+        "minus": (-(total + eye(total)), -(dense_sum + shift * identity)),
+        "blocks": (
+            tx.block_diagonal(tag(a), tag(b)),
+            jax.scipy.linalg.block_diag(scale * a, scale * b),
+        ),
+        "ring": (ring + eye(ring), dense_ring + shift * jnp.eye(5)),
+        "nested": (
+            tx.kronecker(total, ring),
+            jnp.kron(dense_sum, dense_ring),
+        ),
+    }
+
+
+def answers(operator):
+    """All that the structure gives, without a key."""
+    solutions = [tx.trace(operator), tx.diagonal(operator), tx.logdet(operator)]
+    solutions.append(tx.trace_of_function(operator, tx.Exp(-0.1)))
+    return [*solutions, tx.schatten_norm(operator, 3)]
+
+
+@pytest.mark.slow(but="float64")
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
+def test_exact_answers(dtype):
+    table = structured(dtype=dtype)
+    found = eqx.filter_jit(lambda xs: jax.tree.map(answers, xs, is_leaf=is_operator))(
+        {name: operator for name, (operator, _) in table.items()}
+    )
+    for name, (_, matrix) in table.items():
+        matrix = np.asarray(matrix).astype(np.promote_types(dtype, np.float64))
+        values = np.linalg.eigvalsh(matrix)
+        sign = np.sign(values[0])
+        exact = [np.trace(matrix), np.diag(matrix), np.sum(np.log(np.abs(values)))]
+        exact += [np.sum(np.exp(-0.1 * values))]
+        exact += [np.sum(np.abs(values) ** 3) ** (1 / 3)]
+        for solution, number in zip(found[name], exact, strict=True):
+            rtol = 100 * np.finfo(dtype).eps
+            np.testing.assert_allclose(flat(solution.value), number, rtol=rtol)
+            assert solution.successful
+            assert np.all(flat(solution.std_err) <= rtol * np.abs(number))
+            assert solution.stats["num_matvecs"] == 0
+        assert found[name][2].stats["sign"] == sign ** len(matrix)
+
+
+def is_operator(x):
+    return isinstance(x, lx.AbstractLinearOperator)
+
+
+def test_derivatives():
+    """In the factors, where eigenvalues are equal too; a second one is refused."""
+
+    def total(scale, shift):
+        return sum(tx.logdet(x).value for x, _ in structured(scale, shift).values())
+
+    def reference(scale, shift):
+        return sum(jnp.linalg.slogdet(x)[1] for _, x in structured(scale, shift).values())
+
+    at = 1.3, 0.7
+    found = jax.jit(jax.grad(total, (0, 1)))(*at)
+    np.testing.assert_allclose(found, jax.grad(reference, (0, 1))(*at), rtol=1e-10)
+    _, tangent = jax.jvp(total, at, (1.0, 0.0))
+    np.testing.assert_allclose(tangent, found[0], rtol=1e-10)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(jax.grad(total))(*at)
+
+
+def test_vmap():
+    def value(scale):
+        return tx.logdet(structured(scale)["sum"][0]).value
+
+    scales = jnp.asarray([0.5, 2.0])
+    together = jax.vmap(value)(scales)
+    np.testing.assert_allclose(together, [value(x) for x in scales], rtol=1e-12)
+
+
+def test_singular_and_indefinite():
+    """A ring has the eigenvalue 0: its logarithm is not finite, and that is said."""
+    ring = tx.circulant(np.array([2.0, -1.0, 0.0, 0.0, -1.0]), PSD)
+    torus = tx.kronecker_sum(ring, ring)
+    solution = tx.logdet(torus, throw=False)
+    assert solution.result == tx.RESULTS.not_positive_definite
+    assert not np.isnan(solution.value)
+    matrix = hermitian(0, np.array([-2.0, 1.0, 3.0]))
+    operator = tx.kronecker(tx.as_operator(matrix), tx.as_operator(matrix))
+    solution = tx.logdet(operator)
+    assert np.isclose(solution.value, np.linalg.slogdet(np.kron(matrix, matrix))[1])
+    assert solution.stats["sign"] == 1
+    assert solution.stats["num_matvecs"] == 0
+
+
+def test_sparse_matrices_know_their_diagonal():
+    """Rectangular ones, duplicates, and entries that fill arrays up, too."""
+    matrix = sp.random_array((50, 50), density=0.1, rng=RANDOM).tocsr()
+    solution = tx.diagonal(matrix)
+    np.testing.assert_allclose(solution.value, matrix.diagonal(), rtol=1e-14)
+    assert solution.stats["num_matvecs"] == 0
+    duplicates = sp.coo_array(([1.0, 2.0, 5.0], ([0, 0, 1], [0, 0, 0])), shape=(2, 2))
+    assert tx.trace(duplicates).value == 3
+
+
+def test_linear_solve():
+    line = tagged(laplacian(5))
+    grid = tx.kronecker_sum(line, line)
+    right = jnp.asarray(normal(5, 5))
+    solution = lx.linear_solve(grid, right, lx.CG(rtol=1e-10, atol=1e-10))
+    expected = np.linalg.solve(kronecker_sum(laplacian(5), laplacian(5)), right.ravel())
+    np.testing.assert_allclose(solution.value.ravel(), expected, rtol=1e-8)
+
+
+def test_estimates_where_no_rule_is_known():
+    """Of a product of general matrices: with a key, within the error bar."""
+    a, b = np.eye(8) + normal(8, 8) / 8, np.eye(9) + normal(9, 9) / 9
+    solution = tx.logdet(tx.kronecker(a, b), k=40, key=KEY)
+    exact = np.linalg.slogdet(np.kron(a, b))[1]
+    assert abs(solution.value - exact) < 4 * solution.std_err
+    assert solution.stats["num_matvecs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tx.kronecker(), ValueError, "`operators` must be one or more"),
+        (lambda: tx.block_diagonal("a"), TypeError, "`operators` must be a matrix or"),
+        (lambda: tx.kronecker_sum(np.ones((2, 3))), ValueError, "must be square"),
+        (lambda: tx.toeplitz([1, 2]), TypeError, "`column` must be an array"),
+        (lambda: tx.toeplitz(np.ones((2, 2))), ValueError, "`column` must have one axis"),
+        (lambda: tx.toeplitz(np.ones(2), np.ones(0)), ValueError, "`row` must have ent"),
+        (lambda: tx.circulant(np.float64(1)), ValueError, "`column` must have entries"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

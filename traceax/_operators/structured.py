@@ -1,0 +1,106 @@
+"""Operators with a structure that lineax has no class for. Their base class registers
+them once for all functions of lineax."""
+
+import abc
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, Real
+
+
+_PROPERTIES = {
+    lx.symmetric_tag: lx.is_symmetric,
+    lx.diagonal_tag: lx.is_diagonal,
+    lx.tridiagonal_tag: lx.is_tridiagonal,
+    lx.unit_diagonal_tag: lx.has_unit_diagonal,
+    lx.lower_triangular_tag: lx.is_lower_triangular,
+    lx.upper_triangular_tag: lx.is_upper_triangular,
+    lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
+    lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
+}
+
+
+class SignLog(NamedTuple):
+    """`det A = sign * exp(log)`; for singular A sign 0 and log -inf."""
+
+    sign: Inexact[Array, ""]
+    log: Real[Array, ""]
+
+
+class AbstractStructuredOperator(lx.AbstractLinearOperator):
+    """An operator with exact rules, perhaps made of `parts`, other operators."""
+
+    @property
+    def parts(self) -> tuple[lx.AbstractLinearOperator, ...]:
+        """The operators that this one is made of."""
+        return ()
+
+    @abc.abstractmethod
+    def has(self, tag: object) -> bool:
+        """Whether the operator has the property of this tag of lineax."""
+
+    @abc.abstractmethod
+    def conj(self) -> "AbstractStructuredOperator":
+        """The complex conjugate."""
+
+    @abc.abstractmethod
+    def diagonal(self) -> Inexact[Array, " n"]:
+        """The diagonal of a square operator, without a matvec."""
+
+    def linearise(self) -> "AbstractStructuredOperator":
+        """The operator with all done that does not depend on the vector."""
+        return self
+
+    def determinant(
+        self, of: Callable[[lx.AbstractLinearOperator], SignLog | None]
+    ) -> SignLog | None:
+        """The determinant of a square operator, from those `of` its parts, if the
+        structure gives it without a factorisation."""
+        return None
+
+    def eigenvalues(
+        self, of: Callable[[lx.AbstractLinearOperator], Real[Array, " m"] | None]
+    ) -> Real[Array, " n"] | None:
+        """All eigenvalues of a Hermitian operator, in any order, from those `of` its
+        parts, if the structure gives them."""
+        return None
+
+
+def has_all(parts: tuple[lx.AbstractLinearOperator, ...], tag: object) -> bool:
+    """Whether all these operators have the property of a tag of lineax."""
+    return all(map(_PROPERTIES[tag], parts))
+
+
+for _tag, _function in _PROPERTIES.items():
+    _function.register(
+        AbstractStructuredOperator, lambda operator, tag=_tag: operator.has(tag)
+    )
+
+
+@lx.linearise.register(AbstractStructuredOperator)
+def _(operator):
+    return operator.linearise()
+
+
+@lx.materialise.register(AbstractStructuredOperator)
+def _(operator):
+    # As for diagonals of lineax: the structure is cheaper than the matrix.
+    return operator.linearise()
+
+
+@lx.conj.register(AbstractStructuredOperator)
+def _(operator):
+    return operator.conj()
+
+
+@lx.diagonal.register(AbstractStructuredOperator)
+def _(operator):
+    return operator.diagonal()
+
+
+@lx.tridiagonal.register(AbstractStructuredOperator)
+def _(operator):
+    matrix = operator.as_matrix()
+    return tuple(jnp.diagonal(matrix, offset) for offset in (0, -1, 1))
