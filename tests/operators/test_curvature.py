@@ -169,10 +169,10 @@ def test_transformations():
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (lambda: tx.hessian(jnp.sin, jnp.ones(3)), ["`f`", "scalar", "shape=(3,)"]),
+        (lambda: tx.hessian(jnp.sin, jnp.ones(3)), ["`fn`", "scalar", "shape=(3,)"]),
         (
             lambda: tx.hessian(lambda x: jnp.sum(x + 1j), jnp.ones(3)),
-            ["`f`", "real", "complex128"],
+            ["`fn`", "real", "complex128"],
         ),
         (
             lambda: tx.ggn(jnp.sin, jnp.cos, jnp.ones(3)),

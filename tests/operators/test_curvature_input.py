@@ -42,7 +42,7 @@ def test_parts_of_stacked_batches():
 def test_outputs_that_are_no_floating_point_numbers():
     rounded = lambda x: (jnp.sin(x), jnp.round(x).astype(np.int32))  # noqa: E731
     message = r"must return an array.*Found leaves of \[.*'int32'\]"
-    with pytest.raises(TypeError, match=f"`f` {message}"):
+    with pytest.raises(TypeError, match=f"`fn` {message}"):
         tx.jacobian_gram(rounded, POINT)
     with pytest.raises(TypeError, match=f"`model` {message}"):
         tx.ggn(rounded, lambda y: jnp.sum(y[0] ** 2), POINT)
