@@ -21,6 +21,7 @@ from importlib.metadata import version as _version
 
 from . import plot
 from ._api.check_operator import check_operator
+from ._api.colours import graph_colours, grid_colours
 from ._api.diagonal import (
     diagonal,
     leaf_traces,
@@ -216,6 +217,8 @@ __all__ = [
     "data_gram",
     "empirical_fisher",
     "ggn",
+    "graph_colours",
+    "grid_colours",
     "hermitian_tag",
     "hessian",
     "jacobian_gram",
