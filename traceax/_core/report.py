@@ -124,15 +124,15 @@ class _Leaf(NamedTuple):
         if self.value.size == 0:
             return f"{self.value.shape}, no entries"
         sizes, error = np.abs(self.value), self.error
-        low_high, what = (self.value.min(), self.value.max()), ""
+        low_high, kind = (self.value.min(), self.value.max()), ""
         if np.iscomplexobj(self.value):
-            low_high, what = (sizes.min(), sizes.max()), "magnitudes "
+            low_high, kind = (sizes.min(), sizes.max()), "magnitudes "
         # An entry that is zero for certain has no error.
         median = float(np.median(np.where(error == 0, 0, error / sizes)))
         known = f"median error bar {100 * median:.2g}%"
         unknown = "median error bar unknown"
         bar = unknown if median == math.inf else known if np.any(error) else "exact"
-        return "{}, {}{:.4g} to {:.4g}, {}".format(self.value.shape, what, *low_high, bar)
+        return "{}, {}{:.4g} to {:.4g}, {}".format(self.value.shape, kind, *low_high, bar)
 
     def describe_interval(self, low: Any, high: Any) -> str:
         # An infinite error has no digits to round to.

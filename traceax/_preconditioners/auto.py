@@ -141,13 +141,13 @@ class AutoPreconditioner(AbstractPreconditioning):
         call = {"k": k, "num_steps": num_steps, "key": key, "execution": execution}
         flat = operator.frozen
         real = jnp.finfo(flat.dtype).dtype
-        known = jax.lax.stop_gradient(self.shift)
-        if known is None or not is_vector(known):
-            known = None if known is None else jnp.asarray(known, real)
-            return self._grow(flat, known, **call)
+        shift = jax.lax.stop_gradient(self.shift)
+        if shift is None or not is_vector(shift):
+            scalar = None if shift is None else jnp.asarray(shift, real)
+            return self._grow(flat, scalar, **call)
         # In the scale in which all shifts are 1.
         structure = jax.ShapeDtypeStruct((flat.size,), flat.dtype)
-        scaling = scaling_by(to_flat(known, real), structure)
+        scaling = scaling_by(to_flat(shift, real), structure)
         check_size(scaling, flat.size)
         scaled, one = scaling.apply_to(flat), jnp.ones((), real)
         inner = self._grow(scaled, one, offset=scaling.logdet, **call)
