@@ -276,6 +276,7 @@ class Multiple(tx.AbstractPreconditioner):
         (lambda: tx.AutoPreconditioner(np.inf), ValueError, "`shift` must be positive"),
         (lambda: tx.AutoPreconditioner("1"), TypeError, "`shift` must be a real number"),
         (lambda: tx.AutoPreconditioner(np.zeros(N)), ValueError, "positive, finite ent"),
+        (lambda: tx.AutoPreconditioner(()), ValueError, "`shift` must have entries"),
         (lambda: tx.AutoPreconditioner(jnp.ones(2) + 1j), TypeError, "`shift.real`"),
         (lambda: run(decaying(), np.ones(N - 1), KEY), ValueError, "of the size of"),
         (lambda: run(decaying(), SHIFT, None), ValueError, "`key` is missing"),
@@ -358,6 +359,20 @@ def test_nothing_chosen():
             assert np.all(spent - without <= 0.2 * spent), (spent, without)
         else:
             assert np.mean(spent) < np.mean(without) / 3
+
+
+@pytest.mark.slow
+def test_an_attempt_that_is_dropped_changes_nothing():
+    """But for its matvecs, a twelfth of all at most."""
+    operator = lx.MatrixLinearOperator(hermitian(0, np.linspace(1.0, 3.0, 600)), PSD)
+    tried, plain = (
+        tx.logdet(operator, key=KEY, **settings)
+        for settings in ({}, {"preconditioner": None})
+    )
+    for one, other in ((tried.value, plain.value), (tried.std_err, plain.std_err)):
+        assert one == other
+    more = tried.stats["num_matvecs"] - plain.stats["num_matvecs"]
+    assert 8 <= more <= plain.stats["num_matvecs"] / 12
 
 
 @pytest.mark.slow

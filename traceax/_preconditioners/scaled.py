@@ -177,8 +177,10 @@ def is_vector(shift: PyTree[Array | float]) -> bool:
 
 
 def checked_vector(shift: PyTree[Array | float]) -> PyTree[Array]:
-    """A vector of shifts as arrays, or raise if it is complex, or a NumPy array with
-    entries that are not positive and finite."""
+    """A vector of shifts as arrays, or raise if it is empty or complex, or a NumPy array
+    with entries that are not positive and finite."""
+    if not jax.tree.leaves(shift):
+        raise ValueError(f"`shift` must have entries. Found {shift!r}.")
     for leaf in jax.tree.leaves(shift):
         if jnp.iscomplexobj(leaf):
             raise TypeError(
