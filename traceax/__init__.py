@@ -52,8 +52,8 @@ from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
 from ._core.quantity import AbstractQuantity
 from ._core.results import RESULTS
-from ._core.sampler import (
-    AbstractSampler,
+from ._core.sampler import AbstractSampler
+from ._core.samplers import (
     NormalSampler,
     RademacherSampler,
     SphereSampler,

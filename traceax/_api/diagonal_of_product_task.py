@@ -23,7 +23,8 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 from .._core.flat import FlatOperator, freeze
 from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
-from .._core.sampler import draw_for, RademacherSampler
+from .._core.sampler import draw_for
+from .._core.samplers import RademacherSampler
 from .._core.solution import Estimate
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._functions.action import Action

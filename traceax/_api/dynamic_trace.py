@@ -27,7 +27,8 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance, check_key, check_positive
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
-from .._core.sampler import AbstractSampler, draw_for, RademacherSampler, require_key
+from .._core.sampler import AbstractSampler, draw_for, require_key
+from .._core.samplers import RademacherSampler
 from .._core.solution import Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.dense import normalise

@@ -29,7 +29,8 @@ from .._core.code import FlatFunction
 from .._core.flat import FlatOperator, from_flat, to_flat
 from .._core.moments import Moments
 from .._core.quantity import Trace
-from .._core.sampler import draw, RademacherSampler, require_key
+from .._core.sampler import draw, require_key
+from .._core.samplers import RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._estimators.hutchinson import HutchinsonEstimator
 from .._numerics.taylor import second_derivative

@@ -26,7 +26,8 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, Real
 from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity
-from .._core.sampler import AbstractSampler, RademacherSampler
+from .._core.sampler import AbstractSampler
+from .._core.samplers import RademacherSampler
 from .._core.solution import Estimate
 from .._numerics.expansion import OneSided, Pair
 from .._run.budget import Budget, first_budget, one_round

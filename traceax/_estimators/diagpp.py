@@ -19,7 +19,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._core.sampler import AbstractSampler, RademacherSampler
+from .._core.sampler import AbstractSampler
+from .._core.samplers import RademacherSampler
 from .._numerics.dense import normalise, qr
 from .._numerics.expansion import Independent
 from .sketch import AbstractSketchEstimator, Sketch

@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from jaxtyping import Array, Inexact
 
-from .._core.sampler import AbstractSampler, RademacherSampler
+from .._core.sampler import AbstractSampler
+from .._core.samplers import RademacherSampler
 from .streaming import AbstractStreamingEstimator
 
 

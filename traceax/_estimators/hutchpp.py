@@ -28,12 +28,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .._core.moments import Moments
-from .._core.sampler import (
-    AbstractSampler,
-    check_resphering,
-    is_resphered,
-    SphereSampler,
-)
+from .._core.sampler import AbstractSampler, check_resphering, is_resphered
+from .._core.samplers import SphereSampler
 from .._numerics.dense import diagonal, inner_product, normalise, qr, two_norm
 from .._numerics.expansion import Independent
 from .._numerics.growth import extend, put, put_rows, remove, rescale

@@ -29,12 +29,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, Real
 
 from .._core.moments import Moments
-from .._core.sampler import (
-    AbstractSampler,
-    check_resphering,
-    is_resphered,
-    SphereSampler,
-)
+from .._core.sampler import AbstractSampler, check_resphering, is_resphered
+from .._core.samplers import SphereSampler
 from .._numerics.dense import normalise, qr
 from .._numerics.expansion import Independent
 from .._numerics.growth import put, put_rows, remove

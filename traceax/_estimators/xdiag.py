@@ -26,7 +26,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
-from .._core.sampler import AbstractSampler, RademacherSampler
+from .._core.sampler import AbstractSampler
+from .._core.samplers import RademacherSampler
 from .._numerics.expansion import OneSided
 from .._numerics.growth import extend, put, put_rows, rescale
 from .._numerics.leave_one_out import leave_one_out_frame, leave_one_out_of

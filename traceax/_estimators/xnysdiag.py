@@ -18,7 +18,8 @@ from typing import ClassVar
 import equinox as eqx
 from jaxtyping import Array, DTypeLike, Inexact, Int
 
-from .._core.sampler import AbstractSampler, check_resphering, RademacherSampler
+from .._core.sampler import AbstractSampler, check_resphering
+from .._core.samplers import RademacherSampler
 from .._run.budget import Budget
 from .growing import AbstractGrowingEstimator
 from .sketch import Sketch

@@ -20,7 +20,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int
 
-from .._core.sampler import AbstractSampler, check_resphering, SphereSampler
+from .._core.sampler import AbstractSampler, check_resphering
+from .._core.samplers import SphereSampler
 from .._numerics.dense import normalise, qr, svd
 from .._numerics.growth import put
 from .._numerics.leave_one_out import (

@@ -24,7 +24,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 
-from .._core.sampler import AbstractSampler, check_resphering, SphereSampler
+from .._core.sampler import AbstractSampler, check_resphering
+from .._core.samplers import SphereSampler
 from .._numerics.dense import diagonal
 from .._numerics.growth import border, extend, put, put_rows, rescale
 from .._numerics.leave_one_out import (

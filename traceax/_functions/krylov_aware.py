@@ -22,7 +22,8 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
-from .._core.sampler import AbstractSampler, draw_for, SphereSampler
+from .._core.sampler import AbstractSampler, draw_for
+from .._core.samplers import SphereSampler
 from .._core.solution import Estimate
 from .._krylov.block_lanczos import (
     block_lanczos_advance,

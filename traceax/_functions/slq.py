@@ -20,7 +20,8 @@ from jaxtyping import PRNGKeyArray, Scalar
 from .._core.checks import check_instance, check_scalar
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
-from .._core.sampler import AbstractSampler, draw_for, RademacherSampler
+from .._core.sampler import AbstractSampler, draw_for
+from .._core.samplers import RademacherSampler
 from .._core.solution import Estimate
 from .._krylov.arnoldi import Arnoldi
 from .._krylov.base import AbstractKrylovMethod

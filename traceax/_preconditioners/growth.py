@@ -31,7 +31,8 @@ from jaxtyping import Array, Bool, DTypeLike, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
-from .._core.sampler import draw_for, NormalSampler
+from .._core.sampler import draw_for
+from .._core.samplers import NormalSampler
 from .._numerics.dense import eigh
 from .._numerics.shifted_nystrom import RitzPairs, ShiftedNystrom
 from .low_rank import Preconditioner

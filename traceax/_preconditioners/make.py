@@ -24,7 +24,8 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_key, check_positive
 from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
-from .._core.sampler import draw_for, NormalSampler
+from .._core.sampler import draw_for
+from .._core.samplers import NormalSampler
 from .._numerics.dense import eigh, normalise, thin_svd
 from .._numerics.nystrom import nystrom, orthonormalise
 from .._operators.convert import OperatorLike
