@@ -50,6 +50,7 @@ from ._api.spectral_density import (
 from ._api.trace import trace
 from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
+from ._core.coloured_sampler import ColouredSampler
 from ._core.quantity import AbstractQuantity
 from ._core.results import RESULTS
 from ._core.sampler import AbstractSampler

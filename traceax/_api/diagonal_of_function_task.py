@@ -37,6 +37,7 @@ from .._run.solve import AbstractTask
 from .._run.steps import (
     AdaptiveSteps,
     choose_steps,
+    DEVIATION_IN_STRATUM,
     exact_limit,
     excess,
     Steps,
@@ -76,7 +77,7 @@ class DiagonalOfFunction(AbstractTask):
 
     @property
     def min_matvecs(self) -> int:
-        return self.estimator.min_matvecs
+        return self.estimator.smallest_budget
 
     @property
     def fallback(self) -> str:
@@ -303,6 +304,8 @@ class DiagonalOfFunction(AbstractTask):
             target = self._tolerance(k, value)
         else:
             deviation = root_mean_square(report.product - mean * probe) / k**0.5
+            if self.estimator.num_strata > 1:
+                deviation = DEVIATION_IN_STRATUM * deviation
             size = root_mean_square(report.product)
             target = jnp.maximum(deviation, rounding * size)
         # More steps do not reduce rounding errors, so these do not count.

@@ -27,7 +27,7 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance, check_key, check_positive
 from .._core.flat import FlatOperator
 from .._core.results import failure, RESULTS
-from .._core.sampler import AbstractSampler, draw_for, require_key
+from .._core.sampler import AbstractSampler, check_full_support, draw_for, require_key
 from .._core.samplers import RademacherSampler
 from .._core.solution import Solution
 from .._estimators.hutchinson import HutchinsonEstimator
@@ -153,6 +153,7 @@ class DynamicTrace(eqx.Module):
         if check_positive("num_probes", self.num_probes) < 2:
             raise ValueError("`num_probes` must be at least 2. Found 1.")
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
+        check_full_support("sampler", self.sampler)
         check_instance("execution", self.execution, AbstractExecution, "Local()")
 
     def init(

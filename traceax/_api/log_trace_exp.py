@@ -19,16 +19,18 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real, Scalar
 
 from .._core.checks import check_instance, real_scalar
 from .._core.flat import FlatOperator
-from .._core.moments import LogMoments
+from .._core.log_moments import LogMoments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate, Solution
+from .._core.strata import StratifiedMoments
 from .._functions.all_eigenvalues import bounds_around
 from .._functions.log_exponential import (
     first_two_moments,
     log_magnitude,
     LogExponentialForm,
+    sum_of_shares,
     unbiased_log,
 )
 from .._functions.slq import lanczos_of, SLQEstimator
@@ -40,7 +42,7 @@ from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
 from .._quadrature.quadratic_form import spectral_range
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
-from .._run.budget import Budget
+from .._run.budget import Budget, in_sweeps
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative, FirstOrderFrame
 from .._run.loop import sum_over_rounds
@@ -77,11 +79,11 @@ class _LogTraceExp(AbstractTask):
 
     @property
     def min_matvecs(self) -> int:
-        return 1
+        return self.sampler.num_strata
 
     @property
     def fallback(self) -> str:
-        return self.name
+        return "RademacherSampler"
 
     def _scale_of(self, operator: FlatOperator) -> Real[Array, ""]:
         """The scale in the real dtype of the operator, so that nothing is promoted."""
@@ -143,6 +145,7 @@ class _LogTraceExp(AbstractTask):
             probe = draw(flat, jnp.zeros((), int))[:, 0]
             return self._choose_steps(adaptive, flat, probe, k, execution)
 
+        k = in_sweeps(k, self.sampler.num_strata)
         steps, k = Steps.resumed(self.num_steps, choose, k)
 
         def sample(flat, index):
@@ -152,12 +155,22 @@ class _LogTraceExp(AbstractTask):
             form = LogExponentialForm.read(state, steps=steps.made, scale=scale)
             frame = FirstOrderFrame(form.left[:, None], probe)
             value = attach(flat, form.value, frame, execution=Local())
-            return value, (form.error, form.extremes, form.residual)
+            return value, (form.error, form.extremes, form.residual, index)
+
+        def reduce(outs, valid):
+            samples, (_, extremes, _, indices) = outs
+            strata = self.sampler.strata(indices, entrywise=False)
+            moments = LogMoments.of(samples, valid, strata)
+            return moments, spectral_range(extremes)
+
+        def merge(parts):
+            moments, extremes = parts
+            return LogMoments.merge(moments), spectral_range(extremes, moments.total)
 
         streamed = stream(
             sample,
-            reduce=_reduce,
-            merge=_merge,
+            reduce=reduce,
+            merge=merge,
             operator=flat,
             k=k,
             execution=execution,
@@ -182,10 +195,14 @@ class _LogTraceExp(AbstractTask):
                 total = jnp.sum(jax.vmap(first_two_moments)(samples - value), axis=0)
             # The first two moments of exp(x_i - value), with the constant `value`.
             first, second = total / streamed.count
+            if self.sampler.num_strata > 1:
+                # The mean square has the differences between strata, which are no
+                # variance. Without the correction the bias is below the error bar.
+                second = first**2
             return value + unbiased_log(first, second, streamed.count)
 
-        errors, _, residuals = streamed.others
-        error = _sum_of_shares(errors, samples, value) / streamed.count
+        errors, _, residuals, _ = streamed.others
+        error = sum_of_shares(errors, samples, value) / streamed.count
         std_err = moments.std_err()
         bounds = jnp.stack([value, std_err, value + error, std_err]).reshape(2, 2)
         size = log_magnitude(scale, extremes)
@@ -196,6 +213,8 @@ class _LogTraceExp(AbstractTask):
         # Half the width of the bracket, without rounding, which steps do not reduce.
         missed = excess(error / 2 - rounding, target) > 1
         step_stats, too_few_steps = steps.report(missed)
+        if isinstance(moments.scaled, StratifiedMoments):
+            step_stats |= moments.scaled.statistics(scalar=True)
         return Estimate(
             value=attach_derivative(value, differentiable_value),
             std_err=std_err,
@@ -234,7 +253,8 @@ class _LogTraceExp(AbstractTask):
             if isinstance(k, Budget):
                 target = k.rule.tolerance(form.value)
             else:
-                target = standard_error(form.deviation, k)
+                strata = self.sampler.num_strata
+                target = standard_error(form.deviation, k, strata)
             size = log_magnitude(scale, form.extremes)
             return excess(form.error / 2 - flat.rounding * size, target)
 
@@ -248,26 +268,6 @@ class _LogTraceExp(AbstractTask):
             excess_after=excess_after,
             execution=execution,
         )
-
-
-def _reduce(outs, valid) -> tuple:
-    """The moments of the samples of one device, and the range of their Ritz values."""
-    samples, (_, extremes, _) = outs
-    return LogMoments.of(samples, valid), spectral_range(extremes)
-
-
-def _merge(parts) -> tuple:
-    """The results of `_reduce` for several devices, as one."""
-    moments, extremes = parts
-    return LogMoments.merge(moments), spectral_range(extremes, moments.count)
-
-
-def _sum_of_shares(errors: Array, samples: Array, value: Array) -> Array:
-    """k times the error of the value: the sum of the errors of samples, each times the
-    derivative of the value in that sample."""
-    # A sample of -inf has no share, and no error that is a number.
-    shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
-    return jnp.sum(shares * jnp.where(shares > 0, errors, 0))
 
 
 def log_trace_exp(

@@ -151,7 +151,7 @@ class LogTraceExpUntagged(AbstractTask):
 
     @property
     def min_matvecs(self) -> int:
-        return 1
+        return self.estimator.min_probes
 
     @property
     def fallback(self) -> str:

@@ -95,6 +95,8 @@ def _automatic(
     more without a preconditioner."""
     is_adaptive = isinstance(k, Adaptive) and isinstance(num_steps, AdaptiveSteps)
     is_plain = isinstance(estimator, SLQEstimator) and estimator.lower_bound is None
+    # A preconditioned operator has no entries that decay with the distance.
+    is_plain = is_plain and estimator.sampler.num_strata == 1
     return (
         AutoPreconditioner() if is_adaptive and is_plain and operator.flat.sign else None
     )

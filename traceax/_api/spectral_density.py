@@ -26,7 +26,7 @@ from .._core.jax_interfaces import Tracer
 from .._core.moments import Moments
 from .._core.report import counted, fetch, has_numbers, table
 from .._core.results import describe_failures, failure, RESULTS
-from .._core.sampler import draw_for
+from .._core.sampler import check_full_support, draw_for
 from .._functions.slq import lanczos_of, SLQEstimator
 from .._krylov.lanczos_recurrence import lanczos_run, LanczosState
 from .._operators.checks import check_hermitian
@@ -219,6 +219,7 @@ def _rule(
 def _measure(opened, k, num_steps, key, estimator, execution) -> SpectralDensity:
     flat = opened[0].frozen
     sampler, krylov = lanczos_of(estimator)
+    check_full_support("estimator.sampler", sampler)
 
     def probe(flat, index):
         return draw_for(flat, sampler, key, index[None])[:, 0]

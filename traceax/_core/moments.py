@@ -19,6 +19,7 @@ where S_j and K_j are the sums of squares and of cubes about mu_j: expand (d + h
 "Algorithms for Computing the Sample Variance", The American Statistician 37, 1983.
 """
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -136,6 +137,13 @@ class Moments(eqx.Module):
             cubes=merged_cubes,
         )
 
+    def scaled(self, factor: Real[Array, ""]) -> "Moments":
+        """The moments of the samples times a positive factor."""
+        # `squares` and `cubes` are in units of `unit`, and so do not change.
+        return dataclasses.replace(
+            self, center=self.center * factor, unit=self.unit * factor
+        )
+
     @classmethod
     def _of_points(
         cls,
@@ -175,6 +183,11 @@ class Moments(eqx.Module):
             squares=squares,
             cubes=cubes[0] if skewed else None,
         )
+
+    @property
+    def total(self) -> Real[Array, "*parts"]:
+        """The number of samples; for samples from strata not their `count`."""
+        return self.count
 
     @property
     def mean(self) -> Inexact[Array, "*q"]:
@@ -237,7 +250,8 @@ def sampling_quantiles(
     - `value`: the mean; only its structure is used.
     - `stats`: statistics of the samples, all of them optional: `"samples"`, with infinite
         entries where no sample was drawn, or their number `"num_samples"` and, where
-        they are skewed, `"skewness"`, of the structure of `value`.
+        they are skewed, `"skewness"`, of the structure of `value`. Where they are from
+        several strata, the degrees of freedom `"freedom"` take the place of both.
 
     **Returns:**
 
@@ -247,7 +261,9 @@ def sampling_quantiles(
     # many give the quantile of the normal distribution.
     count = jnp.asarray(stats.get("num_samples", jnp.inf), confidence.dtype)
     skewness = stats.get("skewness")
-    if "samples" in stats:
+    if "freedom" in stats:
+        count = 1 + stats["freedom"].astype(confidence.dtype)
+    elif "samples" in stats:
         valid = jnp.isfinite(stats["samples"])
         count = jnp.sum(valid).astype(confidence.dtype)
         skewness = Moments.of(stats["samples"], valid).skewness
@@ -272,53 +288,6 @@ def _in_units(x: Real[Array, "..."], unit: Real[Array, "..."]) -> Real[Array, ".
     # small units, keeps the reciprocal normal; powers of two do not round.
     factor = jnp.where(unit > 1, jnp.asarray(0.125, unit.dtype), 8)
     return (factor * x) / (factor * jnp.where(unit > 0, unit, 1))
-
-
-class LogMoments(eqx.Module):
-    """`Moments` of exponentials of samples that may overflow: of `exp(sample - shift)`,
-    where `shift` is the largest sample."""
-
-    shift: Real[Array, "*parts"]
-    scaled: Moments
-
-    @classmethod
-    def of(cls, samples: Real[Array, " m"], valid: Bool[Array, " m"]) -> "LogMoments":
-        """The moments of the exponentials of `samples`."""
-        shift = _largest_valid(samples, valid)
-        return cls(shift, Moments.of(jnp.exp(samples - shift), valid))
-
-    @classmethod
-    def merge(cls, parts: "LogMoments") -> "LogMoments":
-        """The moments of the union of several stacked sets of samples."""
-        scaled, nonempty = parts.scaled, parts.scaled.count > 0
-        shift = _largest_valid(parts.shift, nonempty)
-        factor = jnp.where(nonempty, jnp.exp(parts.shift - shift), 0)
-        # `squares` and `cubes` are in units of `unit`, and so do not change.
-        entries = lambda x: (x.center, x.unit)  # noqa: E731
-        rescaled = scaled.center * factor[:, None], scaled.unit * factor
-        return cls(shift, Moments.merge(eqx.tree_at(entries, scaled, rescaled)))
-
-    @property
-    def count(self) -> Real[Array, "*parts"]:
-        return self.scaled.count
-
-    @property
-    def mean(self) -> Real[Array, ""]:
-        """The logarithm of the mean."""
-        return self.shift + jnp.log(self.scaled.mean)
-
-    def std_err(self) -> Real[Array, ""]:
-        """`log(mu) - log(mu - e)` for the mean mu and its standard error e: to first
-        order the relative error e / mu, and infinite where that is 1 or more."""
-        relative = self.scaled.std_err() / self.scaled.mean
-        finite = relative < 1
-        return jnp.where(finite, -jnp.log1p(-jnp.where(finite, relative, 0)), jnp.inf)
-
-
-def _largest_valid(x: Real[Array, " m"], valid: Bool[Array, " m"]) -> Real[Array, ""]:
-    """The largest valid entry, or 0 if there is none."""
-    largest = jnp.max(jnp.where(valid, x, -jnp.inf))
-    return jnp.where(valid.any(), largest, 0)
 
 
 def align(x: Array, entries: Array) -> Array:

@@ -10,11 +10,12 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Inexact, Num, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Inexact, Int, Num, PRNGKeyArray
 
 from .arithmetic import standard_promotion
 from .checks import check_instance
 from .flat import FlatOperator
+from .strata import Strata
 from .threefry import fold_in
 
 
@@ -48,8 +49,12 @@ class AbstractSampler(eqx.Module):
     - `dtype`: of the samples; `None` (the default everywhere) follows the operator.
     - `rotation_invariant`: whether $U \\omega$ is distributed as $\\omega$ for every
         unitary (for real dtypes, orthogonal) $U$.
-    - `unit_modulus`: whether all entries have modulus one. Default: `False`. Error bars
-        of diagonals are narrower if they have.
+    - `unit_modulus`: whether all entries have modulus one, but for those that are 0 in
+        all probes of a stratum. Default: `False`. Error bars of diagonals are narrower if
+        they have.
+    - `num_strata`: p, if probe i belongs to the stratum `i mod p`, whose probes have a
+        distribution of their own, such that the mean of $E[\\omega \\omega^*]$ over
+        strata is I. Default: 1.
     """
 
     dtype: eqx.AbstractVar[DTypeLike | None]
@@ -66,6 +71,10 @@ class AbstractSampler(eqx.Module):
                 f"is the first field: pass others by name, as `{name}(name=value)`."
             ) from None
 
+    @property
+    def num_strata(self) -> int:
+        return 1
+
     @abc.abstractmethod
     def sample(self, key: PRNGKeyArray, n: int, dtype: DTypeLike) -> Num[Array, " n"]:
         """Draw one probe vector.
@@ -81,6 +90,45 @@ class AbstractSampler(eqx.Module):
 
         An array of shape `(n,)` and of the given dtype, with $E[\\omega \\omega^*] = I$.
         """
+
+    def draw(
+        self, key: PRNGKeyArray, index: Int[Array, ""], n: int, dtype: DTypeLike
+    ) -> Num[Array, " n"]:
+        """The probe with this index, which depends on `key` and the index alone.
+
+        **Arguments:**
+
+        - `key`: the JAX PRNG key of all probes.
+        - `index`: a traced integer.
+        - `n`, `dtype`: as for `sample`.
+
+        **Returns:**
+
+        As `sample`.
+        """
+        return self.sample(fold_in(key, index), n, dtype)
+
+    def draw_full(
+        self, key: PRNGKeyArray, index: Int[Array, ""], n: int, dtype: DTypeLike
+    ) -> Num[Array, " n"]:
+        """The vector that the probe is the restriction of to the entries of its stratum,
+        by default the probe itself. Arguments and result as for `draw`."""
+        return self.draw(key, index, n, dtype)
+
+    def strata(self, indices: Int[Array, " m"], *, entrywise: bool) -> Strata | None:
+        """The strata of the probes with these indices.
+
+        **Arguments:**
+
+        - `indices`: integers of shape `(m,)`.
+        - `entrywise`: whether samples have one entry for each entry of the probe, and
+            none from a probe whose entry is 0.
+
+        **Returns:**
+
+        `None` if there is one stratum, the default.
+        """
+        return None
 
     def __call__(self, key: PRNGKeyArray, n: int, k: int) -> Num[Array, "n k"]:
         """Draw `k` probe vectors. Column `i` depends on `key` and `i` alone.
@@ -108,11 +156,15 @@ def draw(
     indices: Array,
     n: int,
     dtype: DTypeLike,
+    *,
+    full: bool = False,
 ) -> Num[Array, "n k"]:
-    """Draw the probes with the given global indices."""
+    """Draw the probes with the given global indices, or the `full` vectors that they are
+    restrictions of."""
 
     def draw_probe(index):
-        probe = sampler.sample(fold_in(key, index), n, dtype)
+        draw_one = sampler.draw_full if full else sampler.draw
+        probe = draw_one(key, index, n, dtype)
         if jnp.shape(probe) != (n,):
             raise ValueError(
                 f"`{type(sampler).__name__}.sample` must return an array of shape ({n},) "
@@ -161,6 +213,8 @@ def draw_for(
     sampler: AbstractSampler,
     key: PRNGKeyArray | None,
     indices: Array,
+    *,
+    full: bool = False,
 ) -> Inexact[Array, "n m"]:
     """Draw probes for an operator, rounded to its coarsest dtype: matvecs do not round
     them again.
@@ -171,6 +225,7 @@ def draw_for(
     - `sampler`: distribution of the probes.
     - `key`: a JAX PRNG key; `None` raises a `ValueError`.
     - `indices`: which probes, an integer array of shape `(m,)`.
+    - `full`: whether to draw the full vectors that the probes are restrictions of.
 
     **Returns:**
 
@@ -178,8 +233,19 @@ def draw_for(
     """
     key = require_key(key)
     dtype = probe_dtype(sampler, operator.dtype)
-    probes = draw(sampler, key, indices, operator.size, dtype)
+    probes = draw(sampler, key, indices, operator.size, dtype, full=full)
     return probes.astype(operator.precision).astype(operator.dtype)
+
+
+def check_full_support(name: str, sampler: AbstractSampler) -> None:
+    """Raise if probes of the sampler have the support of one colour only."""
+    if sampler.num_strata > 1:
+        raise ValueError(
+            f"`{name}` must draw probes of full support here. Found "
+            f"`{type(sampler).__name__}`, whose probes have the support of one colour. "
+            "Use `traceax.RademacherSampler`; or `traceax.HutchinsonEstimator` or "
+            "`traceax.SLQEstimator`, which take colours."
+        )
 
 
 def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
@@ -190,6 +256,7 @@ def is_resphered(sampler: AbstractSampler, improved: bool | None) -> bool:
 def check_resphering(sampler: AbstractSampler, improved: bool | None) -> None:
     """Raise unless `sampler` is a sampler, and fit for resphering if it is asked for."""
     check_instance("sampler", sampler, AbstractSampler, "SphereSampler()")
+    check_full_support("sampler", sampler)
     if improved and not sampler.rotation_invariant:
         raise ValueError(
             f"`improved=True` (resphering) needs a rotation-invariant `sampler`. Found "

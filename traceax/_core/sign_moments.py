@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .moments import align, Moments
+from .strata import moments_of, Strata, StratifiedMoments
 
 
 # With this many samples from random signs, those of a quadratic form that is not constant
@@ -40,9 +41,9 @@ class SignMoments(eqx.Module):
         equal. 0 where a much smaller spread may well be right.
     """
 
-    samples: Moments
+    samples: Moments | StratifiedMoments
     size: Real[Array, "*parts_q"] | None
-    marks: Moments | None
+    marks: Moments | StratifiedMoments | None
     floor: Real[Array, "*parts_q"] | None
     near: float = eqx.field(static=True)
 
@@ -54,23 +55,25 @@ class SignMoments(eqx.Module):
         marks: Inexact[Array, "m ..."] | None,
         valid: Bool[Array, " m"],
         *,
+        strata: Strata | None = None,
         skewed: bool,
         rounding: float,
         near: float,
     ) -> "SignMoments":
-        """The moments of stacked samples, with sizes and marks of the same shape;
-        `rounding` is the relative size of rounding errors."""
+        """The moments of stacked samples, of which `strata` says the strata if there are
+        several, with sizes and marks of the same shape; `rounding` is the relative size
+        of rounding errors."""
 
         def largest(x):
             return jnp.max(jnp.where(align(valid, x), x, 0), axis=0)
 
         mark_moments, floor = None, None
         if marks is not None:
-            mark_moments = Moments.of(marks, valid, skewed=False)
+            mark_moments = moments_of(marks, valid, strata, skewed=False)
             sizes = jnp.abs(samples)
             floor = rounding * largest(sizes if size is None else sizes + size)
         return cls(
-            samples=Moments.of(samples, valid, skewed=skewed),
+            samples=moments_of(samples, valid, strata, skewed=skewed),
             size=None if size is None else largest(size),
             marks=mark_moments,
             floor=floor,
@@ -83,9 +86,9 @@ class SignMoments(eqx.Module):
         largest = lambda x: jnp.max(x, axis=0)  # noqa: E731
         size, floor = jax.tree.map(largest, (parts.size, parts.floor))
         return cls(
-            samples=Moments.merge(parts.samples),
+            samples=parts.samples.merge(parts.samples),
             size=size,
-            marks=None if parts.marks is None else Moments.merge(parts.marks),
+            marks=None if parts.marks is None else parts.marks.merge(parts.marks),
             floor=floor,
             near=parts.near,
         )

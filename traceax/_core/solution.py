@@ -225,7 +225,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
         # `DynamicTrace` has neither. Its error bar does not come from samples alone, and
         # takes the quantile of the normal distribution.
         if skewed := {"samples", "skewness"} & self.stats.keys():
-            names.add("num_samples")
+            names |= {"num_samples", "freedom"}
             level = as_number(confidence)
             # Up to this level the skewness does not matter. A program without samples
             # does not depend on their number, and is compiled only once.

@@ -71,6 +71,16 @@ class AbstractEstimator(eqx.Module):
     def name(self) -> str:
         return type(self).__name__
 
+    @property
+    def num_strata(self) -> int:
+        """The number of strata of the probes."""
+        return 1
+
+    @property
+    def smallest_budget(self) -> int:
+        """`min_matvecs`, or a whole sweep over strata."""
+        return max(self.min_matvecs, self.num_strata)
+
     @abc.abstractmethod
     def measure(
         self,
@@ -168,7 +178,7 @@ class Measurement(AbstractTask):
 
     @property
     def min_matvecs(self) -> int:
-        return self.estimator.min_matvecs * (1 if self.direct else 2)
+        return self.estimator.smallest_budget * (1 if self.direct else 2)
 
     @property
     def fallback(self) -> str:

@@ -20,7 +20,7 @@ from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
-from .._core.sampler import AbstractSampler, draw_for
+from .._core.sampler import AbstractSampler, check_full_support, draw_for
 from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._run.budget import Budget
@@ -137,6 +137,7 @@ class AbstractSketchEstimator(AbstractEstimator):
 
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
+        check_full_support("sampler", self.sampler)
 
     @abc.abstractmethod
     def num_probes(self, k: int) -> int:

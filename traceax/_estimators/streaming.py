@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
@@ -16,7 +16,8 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.sign_moments import FEW_SIGNS, SignMoments
 from .._core.solution import Estimate
-from .._run.budget import Budget
+from .._core.strata import StratifiedMoments
+from .._run.budget import Budget, in_sweeps
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach_derivative
 from .._run.stream import stream
@@ -72,6 +73,15 @@ class AbstractStreamingEstimator(AbstractEstimator):
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
 
+    @property
+    def num_strata(self) -> int:
+        return self.sampler.num_strata
+
+    @property
+    def fallback(self) -> str:  # pyright: ignore
+        # The sampler is what asks for more than one probe.
+        return "RademacherSampler" if self.num_strata > 1 else "HutchinsonEstimator"
+
     @abc.abstractmethod
     def sample(
         self, mv: Callable[[Array], Array], probe: Inexact[Array, " n"]
@@ -108,23 +118,37 @@ class AbstractStreamingEstimator(AbstractEstimator):
         with_marks = count < FEW_SIGNS and self.sampler.unit_modulus
         near = _NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
 
+        num_strata = self.num_strata
+        k = in_sweeps(k, num_strata)
+
         # The backward pass draws a block's probes again instead of storing them all. What
         # is traced is passed, and not closed over, which would look like a leak of it.
         @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
-        def sample_of(operator, index, key):
-            probe = draw_for(operator, self.sampler, key, index[None])[:, 0]
-            return self._read(quantity, operator, probe, with_marks=with_marks)
+        def sample_of(operator, index, key, estimator):
+            sampler, indices = estimator.sampler, index[None]
+            probe = draw_for(operator, sampler, key, indices)[:, 0]
+            full = None
+            if num_strata > 1 and isinstance(quantity, Trace):
+                full = draw_for(operator, sampler, key, indices, full=True)[:, 0]
+            return estimator._read(
+                quantity, operator, probe, with_marks=with_marks, full=full
+            )
 
         def body(operator, index):
-            return sample_of(operator, index, key)
+            value, further = sample_of(operator, index, key, self)
+            return value, (further, index if num_strata > 1 else None)
 
         def reduce(outs, valid):
-            samples, (size, marks) = outs
+            samples, ((size, marks, _), indices) = outs
+            strata = None
+            if num_strata > 1:
+                strata = self.sampler.strata(indices, entrywise=quantity.entrywise)
             moments = SignMoments.of(
                 samples=samples,
                 size=size,
                 marks=marks,
                 valid=valid,
+                strata=strata,
                 skewed=skewed,
                 rounding=operator.rounding,
                 near=near,
@@ -149,6 +173,11 @@ class AbstractStreamingEstimator(AbstractEstimator):
             quantity=quantity,
         )
         (moments,) = streamed.summary
+        extra = streamed.loop.extra
+        if isinstance(moments.samples, StratifiedMoments):
+            extra |= moments.samples.statistics(scalar=scalar)
+            if scalar and (changes := streamed.others[0][2]) is not None:
+                extra |= {"gain": _gain(changes, moments.samples, streamed.count)}
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
@@ -157,7 +186,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
             rounding=operator.rounding,
             magnitude=0.0 if moments.size is None else moments.size,
             result=streamed.loop.result,
-            extra=streamed.loop.extra,
+            extra=extra,
             state=streamed.loop.state,
             num_samples=streamed.count,
             skewness=None if scalar else moments.skewness,
@@ -170,9 +199,11 @@ class AbstractStreamingEstimator(AbstractEstimator):
         probe: Inexact[Array, " n"],
         *,
         with_marks: bool,
-    ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None]]:
-        """One sample; the size of its terms, if they may cancel; and, `with_marks`, its
-        marks."""
+        full: Inexact[Array, " n"] | None,
+    ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None, Array | None]]:
+        """One sample; the size of its terms, if they may cancel; `with_marks`, its marks;
+        and for a probe that is a part of a `full` vector the change of the sample if that
+        takes the place of `left`."""
         images = []
 
         def counting_mv(vector):
@@ -195,7 +226,35 @@ class AbstractStreamingEstimator(AbstractEstimator):
             frozen_left, frozen_image = jax.lax.stop_gradient(sample)
             marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
             value = quantity.read(left, image)
-            return value, (quantity.size(frozen_left, frozen_image), marks)
+            change = None
+            if full is not None:
+                change = quantity.read(full - probe, frozen_image)
+            return value, (quantity.size(frozen_left, frozen_image), marks, change)
         if not isinstance(quantity, Trace):
             raise refusal(self, quantity)
-        return sample, (None, None)
+        return sample, (None, None, None)
+
+
+def _gain(
+    changes: Inexact[Array, " m"],
+    moments: StratifiedMoments,
+    count: Int[Array, ""] | int,
+) -> Real[Array, ""]:
+    """The variance of plain probes over that of as many probes of p strata; 0 after one
+    sweep, whose variance is not known. `changes` are the changes of samples if the vector
+    s of a sweep takes the place of its restriction to a stratum."""
+    # The mean change of a sweep is s* A s minus the estimate of the sweep. It has mean
+    # zero, and is what the variance of s* A s has beyond that of the sweep.
+    p, sweeps = moments.num_strata, count // moments.num_strata
+    by_sweep = jnp.mean(changes.reshape(-1, p), axis=1)
+    made = jnp.arange(len(by_sweep)) < sweeps
+    size = jnp.max(jnp.where(made, jnp.abs(by_sweep), 0))
+    unit = jnp.where(size > 0, size, 1)
+    squares = jnp.where(made, jnp.abs(by_sweep) / unit, 0) ** 2
+    error = moments.independent_std_err / unit
+    of_sweep = sweeps * error**2
+    plain = jnp.sum(squares) / sweeps + of_sweep
+    known = jnp.isfinite(error)
+    # Without any variance both are exact.
+    gain = jnp.where(plain > 0, plain / (p * jnp.where(known, of_sweep, 1)), 1)
+    return jnp.where(known, gain, 0).astype(moments.cells.unit.dtype)

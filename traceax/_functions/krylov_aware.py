@@ -202,6 +202,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             gradient=gradient,
             k=budget,
             execution=execution,
+            sampler=self.sampler,
             width=steps.most,
             quantity=quantity,
         )

@@ -113,3 +113,13 @@ def log_magnitude(scale: Real[Array, ""], extremes: Real[Array, 2]) -> Real[Arra
     exponent, or 1, since a relative error of a sum is an absolute error of its logarithm.
     """
     return jnp.maximum(1, jnp.max(jnp.abs(scale * extremes)))
+
+
+def sum_of_shares(
+    errors: Real[Array, " m"], samples: Real[Array, " m"], value: Real[Array, ""]
+) -> Real[Array, ""]:
+    """m times the error of the value: the sum of the errors of samples, each times the
+    derivative of the value in that sample."""
+    # A sample of -inf has no share, and no error that is a number.
+    shares = jnp.where(jnp.isfinite(samples), jnp.exp(samples - value), 0)
+    return jnp.sum(shares * jnp.where(shares > 0, errors, 0))

@@ -20,7 +20,9 @@ from .._core.flat import FlatOperator
 from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
+from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
+from .._core.strata import moments_of, Strata, StratifiedMoments
 from .._quadrature.convergence import Convergence
 from .._quadrature.domain import check_domain
 from .._quadrature.functions import AbstractSpectralFunction
@@ -49,14 +51,12 @@ class FormMoments(eqx.Module):
     """A summary of quadratic forms and their errors, of one device or several.
 
     - `forms`: moments of the forms.
-    - `uncounted`: moments of the ends of the brackets, and of the spreads if there are
-        any. Their count equals the one of `forms`, and is left out, since devices send
-        each other all that is stored.
+    - `errors`: moments of the ends of the brackets, and of the spreads if there are any.
     - `means`: means of the other errors, see `_MEANS`.
     """
 
-    forms: Moments
-    uncounted: Moments
+    forms: Moments | StratifiedMoments
+    errors: Moments | StratifiedMoments
     means: Real[Array, "*parts 8"]
 
     @classmethod
@@ -65,31 +65,32 @@ class FormMoments(eqx.Module):
         samples: Inexact[Array, " m"],
         errors: Real[Array, "m e"],
         valid: Bool[Array, " m"],
+        strata: Strata | None = None,
     ) -> "FormMoments":
         """The summary of those forms that are `valid`, with `errors` as in `_MEANS`."""
-        forms = Moments.of(samples, valid)
+        forms = moments_of(samples, valid, strata)
         ends = jnp.concatenate([errors[:, :2], errors[:, _MEANS.stop :]], axis=1)
-        share = valid / jnp.maximum(forms.count, 1)
+        share = valid / jnp.maximum(forms.total, 1)
         means = jnp.where(valid[:, None], errors[:, _MEANS], 0)
         means = jnp.sum(share[:, None].astype(means.dtype) * means, axis=0)
-        return cls(forms, _with_count(Moments.of(ends, valid), None), means)
+        return cls(forms, moments_of(ends, valid, strata), means)
 
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
         """One summary from several that are stacked."""
-        forms = Moments.merge(parts.forms)
-        share = parts.count / jnp.maximum(forms.count, 1)
+        forms = parts.forms.merge(parts.forms)
+        share = parts.total / jnp.maximum(forms.total, 1)
         means = jnp.sum(share[:, None].astype(parts.means.dtype) * parts.means, axis=0)
-        return cls(forms, _with_count(Moments.merge(parts.errors), None), means)
-
-    @property
-    def errors(self) -> Moments:
-        """Moments of the ends of the brackets, and of the spreads if there are any."""
-        return _with_count(self.uncounted, self.count)
+        return cls(forms, parts.errors.merge(parts.errors), means)
 
     @property
     def count(self) -> Real[Array, "*parts"]:
         return self.forms.count
+
+    @property
+    def total(self) -> Real[Array, "*parts"]:
+        """The number of forms."""
+        return self.forms.total
 
     @property
     def mean(self) -> Inexact[Array, ""]:
@@ -104,16 +105,17 @@ class FormMoments(eqx.Module):
         """The standard error that follows from the root mean square of the spreads, 0 if
         there are none. Few samples may agree by chance; each spread is an estimate of its
         own."""
-        if self.uncounted.center.shape[-1] <= _SPREAD:
-            return 0.0
         errors, count = self.errors, jnp.maximum(self.count, 1)
+        # Samples from strata have no spreads.
+        if isinstance(errors, StratifiedMoments) or errors.center.shape[-1] <= _SPREAD:
+            return 0.0
         deviation = errors.unit[_SPREAD] * jnp.sqrt(errors.squares[0, _SPREAD] / count)
         spread = jnp.hypot(errors.center[0, _SPREAD], deviation)
         return spread / jnp.sqrt(count)
 
     @property
     def convergence(self) -> Convergence:
-        bracket = self.uncounted.center[0, :2]
+        bracket = self.errors.mean[:2]
         return Convergence.from_flat(jnp.concatenate([bracket, self.means[:5]]))
 
     @property
@@ -151,11 +153,6 @@ class FormMoments(eqx.Module):
         return jnp.stack([ends + further, std_errs], axis=1)
 
 
-def _with_count(moments: Moments, count: Array | None) -> Moments:
-    where = lambda moments: moments.count  # noqa: E731
-    return eqx.tree_at(where, moments, count, is_leaf=lambda x: x is None)
-
-
 def stream_forms(
     form: Callable[
         [FlatOperator, Int[Array, ""]], tuple[QuadraticForm, Inexact[Array, " n"]]
@@ -166,12 +163,14 @@ def stream_forms(
     k: int | Budget,
     execution: AbstractExecution,
     *,
+    sampler: AbstractSampler,
     width: int,
     quantity: AbstractQuantity,
 ) -> Streamed:
     """Quadratic forms for the whole budget, with their derivatives. `form(operator, i)`
-    is the form of probe i, and that probe. Streamed with each sample are its errors as in
-    `_MEANS`, its extreme Ritz values, and the residual of its derivative."""
+    is the form of probe i of the `sampler`, and that probe. Streamed with each sample are
+    its errors as in `_MEANS`, its extreme Ritz values, the residual of its derivative,
+    and i where there are several strata."""
 
     def body(flat, index):
         # The run is constant to derivatives, which come from the frame alone.
@@ -183,15 +182,20 @@ def stream_forms(
         errors.append(jnp.asarray(sample.unresolved, errors[0].dtype))
         if sample.spread is not None:
             errors.append(sample.spread)
-        return value, (jnp.stack(errors), sample.extremes, sample.residual)
+        stratum = index if sampler.num_strata > 1 else None
+        return value, (jnp.stack(errors), sample.extremes, sample.residual, stratum)
 
     def reduce(outs, valid):
-        samples, (errors, extremes, _) = outs
-        return FormMoments.of(samples, errors, valid), spectral_range(extremes)
+        samples, (errors, extremes, _, indices) = outs
+        strata = None
+        if indices is not None:
+            strata = sampler.strata(indices, entrywise=False)
+        moments = FormMoments.of(samples, errors, valid, strata)
+        return moments, spectral_range(extremes)
 
     def merge(parts):
         moments, extremes = parts
-        return FormMoments.merge(moments), spectral_range(extremes, moments.count)
+        return FormMoments.merge(moments), spectral_range(extremes, moments.total)
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity
@@ -222,7 +226,7 @@ def estimate_of_forms(
     - `apart`: quadrature errors, below and above, of a part that is not sampled.
     """
     moments = streamed.summary[0]
-    sample_errors, _, residuals = streamed.others
+    sample_errors, _, residuals, _ = streamed.others
     convergence, mean = moments.convergence, moments.mean
     rounding, magnitude, unresolved = moments.rounding
     errors = convergence.errors(mean, apart)
@@ -232,6 +236,8 @@ def estimate_of_forms(
         "sample_brackets": sample_errors[:, :2],
         "bracket": convergence.bracket,
     }
+    if isinstance(moments.forms, StratifiedMoments):
+        extra |= moments.forms.statistics(scalar=True)
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     precise = check_precision(

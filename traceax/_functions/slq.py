@@ -12,7 +12,7 @@ docs/devdocs/quadrature.md.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, Scalar
@@ -29,7 +29,7 @@ from .._krylov.golub_kahan import GolubKahan
 from .._krylov.lanczos import Lanczos
 from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.budget import Budget, largest_budget
+from .._run.budget import Budget, in_sweeps, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, describe_mismatch
@@ -117,7 +117,10 @@ class SLQEstimator(AbstractFunctionEstimator):
     sampler: AbstractSampler = RademacherSampler()
     krylov: AbstractKrylovMethod | None = None
     lower_bound: Scalar | float | None = None
-    min_probes: ClassVar[int] = 1
+
+    @property
+    def min_probes(self) -> int:  # pyright: ignore
+        return self.sampler.num_strata
 
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")
@@ -152,8 +155,13 @@ class SLQEstimator(AbstractFunctionEstimator):
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
 
+        num_strata = self.sampler.num_strata
+        k = in_sweeps(k, num_strata)
+
         def excess(value, bracket, deviation):
-            return excess_of_bracket(value, bracket, deviation, operator, k, quantity)
+            return excess_of_bracket(
+                value, bracket, deviation, operator, k, quantity, num_strata
+            )
 
         def choose(adaptive):
             # With the first probe. Its form is computed again below: the mean is over
@@ -192,6 +200,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             gradient=gradient,
             k=k,
             execution=execution,
+            sampler=self.sampler,
             width=steps.most,
             quantity=quantity,
         )
@@ -202,7 +211,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             # makes Z Z* / budget the mean of z z* over those that were used.
             budget = largest_budget(k)
             used = jnp.arange(budget) < streamed.count
-            weight = jnp.sqrt(budget / jnp.maximum(moments.count, 1))
+            weight = jnp.sqrt(budget / jnp.maximum(moments.total, 1))
             return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
 
         # `trace_difference` streams forms of two operators. The domain is checked for the

@@ -47,7 +47,8 @@ class AbstractFunctionTask(AbstractTask):
 
     @property
     def fallback(self) -> str:
-        return "SLQEstimator"
+        strata = self.estimator.sampler.num_strata
+        return "RademacherSampler" if strata > 1 else "SLQEstimator"
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         return 0 if self.is_known(facts) else operator.size

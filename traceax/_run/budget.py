@@ -103,12 +103,25 @@ class Budget(eqx.Module):
         """A budget of a single round of the same size."""
         return self.limited_to(self.round_size)
 
+    def in_sweeps(self, p: int) -> "Budget":
+        """The budget in rounds that are multiples of p units."""
+        size = max(1, self.round_size // p) * p
+        max_k = max(1, self.max_k // p) * p
+        return dataclasses.replace(self, round_size=size, max_k=max_k)
+
     def halved(self) -> "Budget":
         """The budget for an operator whose matvec costs two of the user's units."""
         # `Adaptive` has no rounds of fewer than 2 units either.
         size = max(2, self.round_size // 2)
         half = dataclasses.replace(self, round_size=size, cost=2)
         return half.limited_to(self.max_k // 2)
+
+
+def in_sweeps(k: int | Budget, p: int) -> int | Budget:
+    """The budget in whole sweeps over p strata, of which it has at least one."""
+    if p == 1:
+        return k
+    return k.in_sweeps(p) if isinstance(k, Budget) else k // p * p
 
 
 def one_round(k: int) -> Budget:

@@ -133,7 +133,7 @@ def _stream_rounds(
     # Infinite and not NaN, at which `jax_debug_nans` would stop.
     outs, parts = jax.eval_shape(sample_round, jnp.zeros((), jnp.int32))
     empty_results = jax.tree.map(
-        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), jnp.inf, x.dtype),
+        lambda x: jnp.full((num_rounds * size, *x.shape[1:]), _unmade(x.dtype), x.dtype),
         outs if keep else (None, ()),
     )
     empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
@@ -162,3 +162,8 @@ def _stream_rounds(
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
     return Streamed(samples, others, summary, mean, count, loop)
+
+
+def _unmade(dtype: jnp.dtype) -> float:
+    """The entries of samples that were not made."""
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else 0
