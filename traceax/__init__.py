@@ -237,6 +237,7 @@ __all__ = [
     "default_device",
     "devices",
     "Local",
+    "ColouredSampler",
     "NormalSampler",
     "probe_mesh",
     "RademacherSampler",

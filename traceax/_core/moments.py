@@ -31,6 +31,13 @@ from .quantiles import student_quantile, widening
 from .reductions import reduce_rows
 
 
+# With this many samples from random signs, those of a quadratic form that is not constant
+# are all equal with a probability of at most (3/4)^16 = 1%: a polynomial of degree d in
+# signs that is not zero differs from zero with a probability of 2^-d or more, here 1/4
+# for each sample. With fewer samples, equal ones may be so by chance.
+FEW_SIGNS = 16
+
+
 class Moments(eqx.Module):
     """Count, mean, spread and skewness of exchangeable samples, in a form that merges.
 

@@ -12,15 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .moments import align, Moments
+from .moments import align, FEW_SIGNS, Moments
 from .strata import moments_of, Strata, StratifiedMoments
 
-
-# With this many samples from random signs, those of a quadratic form that is not constant
-# are all equal with a probability of at most (3/4)^16 = 1%: a polynomial of degree d in
-# signs that is not zero differs from zero with a probability of 2^-d or more, here 1/4
-# for each sample. With fewer samples, equal ones may be so by chance.
-FEW_SIGNS = 16
 
 # The error bar of tied samples, in standard errors of their marks. With this factor 95%
 # intervals cover row norms and traces of blocks of up to seven equal entries.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .moments import Moments
+from .moments import FEW_SIGNS, Moments
 from .quantiles import widening
 
 
@@ -107,7 +107,7 @@ class StratifiedMoments(eqx.Module):
         return freedom * jnp.min(ratio)
 
     @property
-    def _errors(self) -> tuple[Real[Array, "cells *q"], Real[Array, "*q"]]:
+    def _errors(self) -> tuple[Real[Array, "cells ..."], Real[Array, "*q"]]:
         """The standard error of each cell in units of the largest one, and that unit."""
         errors = self.cells_std_err
         largest = jnp.max(errors, axis=0)
@@ -115,7 +115,7 @@ class StratifiedMoments(eqx.Module):
         return jnp.where(jnp.isfinite(errors), errors / unit, 1), largest
 
     @property
-    def cells_std_err(self) -> Real[Array, "cells *q"]:
+    def cells_std_err(self) -> Real[Array, "cells ..."]:
         """The standard error of the mean of each cell, infinite for a single sample."""
         return jax.vmap(lambda cell: cell.independent_std_err)(self.cells)
 
@@ -158,10 +158,18 @@ class StratifiedMoments(eqx.Module):
     def std_err(self) -> Real[Array, "*q"]:
         """The standard error of the mean that calls report: see `Moments.std_err`."""
         std_err = self.independent_std_err
-        if self.cubes is None:
-            return std_err
         count = jnp.min(self.cells.count) if self.entrywise else self.count
-        return std_err * widening(self.skewness, jnp.maximum(count, 1))
+        if self.cubes is not None:
+            return std_err * widening(self.skewness, jnp.maximum(count, 1))
+        if not self.entrywise:
+            return std_err
+        # Few samples of an entry that interacts with one or two others of its colour are
+        # often equal by chance. So an entry gets the mean of its own variance and that of
+        # all entries, if that is larger.
+        errors, largest = self._errors
+        pooled = jnp.sqrt((errors**2 + jnp.mean(errors**2)) / 2)
+        steady = largest * jnp.maximum(errors, pooled) / self.num_strata
+        return jnp.where(count < FEW_SIGNS, steady, std_err)
 
 
 def moments_of(

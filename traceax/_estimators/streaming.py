@@ -12,9 +12,10 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
+from .._core.moments import FEW_SIGNS
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler, draw_for
-from .._core.sign_moments import FEW_SIGNS, SignMoments
+from .._core.sign_moments import SignMoments
 from .._core.solution import Estimate
 from .._core.strata import StratifiedMoments
 from .._run.budget import Budget, in_sweeps
