@@ -30,6 +30,7 @@ from ._api.diagonal_of_function import diagonal_of_function
 from ._api.diagonal_of_product import diagonal_of_product
 from ._api.divergence import divergence
 from ._api.dynamic_trace import DynamicState, DynamicTrace
+from ._api.eigsh import Eigenpairs, eigsh
 from ._api.function_of import function_of
 from ._api.gaussian_log_prob import gaussian_log_prob
 from ._api.jacobi_preconditioner import jacobi_preconditioner
@@ -47,6 +48,7 @@ from ._api.spectral_density import (
     spectral_density,
     SpectralDensity,
 )
+from ._api.svds import SingularTriplets, svds
 from ._api.trace import trace
 from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
@@ -161,6 +163,10 @@ __all__ = [
     "schatten_norm",
     "spectral_density",
     "SpectralDensity",
+    "eigsh",
+    "Eigenpairs",
+    "svds",
+    "SingularTriplets",
     "trace",
     "trace_difference",
     "trace_of_function",
