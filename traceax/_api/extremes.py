@@ -17,7 +17,8 @@ from .._core.sampler import require_key
 from .._krylov.extreme_eigenpairs import ExtremePairs
 from .._krylov.thick_restart import Sizes
 from .._run.execution import AbstractExecution
-from .._run.gradient import attach, PairFrame, refuse_derivative, undifferentiable
+from .._run.gradient import attach, PairFrame, refuse_derivative
+from .._run.undifferentiable import undifferentiable
 
 
 class AbstractExtremes(eqx.Module):

@@ -30,9 +30,9 @@ from .._operators.door import enter
 from .._quadrature.singular_functions import SingularPower
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
-from .._run.gradient import undifferentiable
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
+from .._run.undifferentiable import undifferentiable
 
 
 class _Schatten(AbstractFunctionTask):

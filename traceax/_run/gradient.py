@@ -38,7 +38,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
@@ -204,20 +204,6 @@ def _refuse_derivative_rule(primals, tangents, *, message) -> Any:
     if any(t is not None for t in jax.tree.leaves(tangents[1])):
         raise NotImplementedError(message)
     return primals[0], tangents[0]
-
-
-@jax.custom_jvp
-def undifferentiable(value: Real[Array, "*q"], where: Bool[Array, "*q"]) -> Array:
-    """`value`, with a derivative of NaN `where` this is true."""
-    return value
-
-
-@undifferentiable.defjvp
-def _undifferentiable_rule(primals, tangents):
-    value, where = primals
-    # NaN is a factor of the tangent. A NaN in the place of the tangent would be a
-    # constant, which reverse mode does not transpose.
-    return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 
 def attach(
