@@ -44,10 +44,8 @@ from ._api.norms import (
 )
 from ._api.operator_report import OperatorReport
 from ._api.schatten_norm import schatten_norm
-from ._api.spectral_density import (
-    spectral_density,
-    SpectralDensity,
-)
+from ._api.spectral_density import spectral_density
+from ._api.spectral_measure import SpectralDensity
 from ._api.svds import SingularTriplets, svds
 from ._api.trace import trace
 from ._api.trace_difference import trace_difference
@@ -149,6 +147,8 @@ __all__ = [
     "divergence",
     "DynamicState",
     "DynamicTrace",
+    "Eigenpairs",
+    "eigsh",
     "frobenius_norm",
     "frobenius_products",
     "function_of",
@@ -161,12 +161,10 @@ __all__ = [
     "OperatorReport",
     "row_norms",
     "schatten_norm",
+    "SingularTriplets",
     "spectral_density",
     "SpectralDensity",
-    "eigsh",
-    "Eigenpairs",
     "svds",
-    "SingularTriplets",
     "trace",
     "trace_difference",
     "trace_of_function",

@@ -39,8 +39,9 @@ class Eigenpairs(AbstractExtremes):
         descend from the largest to the smallest of the operator.
     - `vectors`: orthonormal eigenvectors, a PyTree of the structure of the vectors of the
         operator, each leaf with a leading axis of length `num`.
-    - `residuals`: $\\|A u - \\lambda u\\|$ for each pair, computed from the vectors that
-        are returned, shape `(num,)`.
+    - `residuals`: $\\|A u - \\lambda u\\|$ for each pair, computed from matvecs with the
+        vectors that are returned (for operators in half precision before they are
+        rounded to it), shape `(num,)`.
     - `result`: a [`traceax.RESULTS`][] member: `successful`, `not_converged` or
         `nonfinite_product`.
     - `stats`: `"num_matvecs"` is the number of matrix-vector products, and `"exact"` says
