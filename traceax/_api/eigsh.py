@@ -84,11 +84,11 @@ def _eigenpairs(opened, key, rtol, sizes, k, which, structure, execution) -> Eig
                 draw,
                 sizes,
                 which=which,
-                tolerance=tolerance_of(rtol, flat),
+                tolerance=tolerance_of(rtol, flat, sizes),
                 max_matvecs=k,
                 eps=flat.eps,
             )
-    judged = judge(flat, pairs, rtol=rtol, execution=execution)
+    judged = judge(flat, pairs, rtol=rtol, sizes=sizes, execution=execution)
     ends = "at both ends" if which == "both" else which
     return Eigenpairs(
         values=judged.values,

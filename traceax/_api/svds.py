@@ -102,13 +102,13 @@ def _triplets(
                 drawing(0, short),
                 drawing(1, max(rows, n)),
                 sizes,
-                tolerance=tolerance_of(rtol, flat),
+                tolerance=tolerance_of(rtol, flat, sizes),
                 max_matvecs=k,
                 eps=flat.eps,
             )
     if not is_tall:
         triplets = dataclasses.replace(triplets, vectors=triplets.vectors[::-1])
-    judged = judge(flat, triplets, rtol=rtol, execution=execution)
+    judged = judge(flat, triplets, rtol=rtol, sizes=sizes, execution=execution)
     left, right = triplets.vectors
     return SingularTriplets(
         values=judged.values,

@@ -233,7 +233,8 @@ def with_sentinels(
     """The matrix in units of its largest entry, and this unit. Beyond the first `made`
     rows its diagonal is above all eigenvalues and singular values of the rest, so that
     those that do not exist come last in ascending order."""
-    matrix, unit = normalise(matrix)
+    unit = jnp.max(jnp.abs(matrix))
+    matrix, _ = normalise(matrix)
     bound = 1 + 2 * jnp.max(jnp.sum(jnp.abs(matrix), axis=0))
     beyond = jnp.arange(len(matrix)) >= made
     return matrix + jnp.diag(jnp.where(beyond, bound, 0).astype(matrix.dtype)), unit
