@@ -188,9 +188,6 @@ def judge(
         errors=errors,
         result=first_failure(
             failure(~finite, RESULTS.nonfinite_product),
-            failure(
-                ~jnp.all(pairs.residuals <= tolerance * pairs.scale),
-                RESULTS.not_converged,
-            ),
+            failure(~converged, RESULTS.not_converged),
         ),
     )
