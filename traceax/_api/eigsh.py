@@ -32,6 +32,21 @@ from .extremes import (
 class Eigenpairs(AbstractExtremes):
     """Extreme eigenvalues of a Hermitian operator, made by [`traceax.eigsh`][].
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        pairs = tx.eigsh(jnp.diag(jnp.array([1.0, 2.0, 3.0])), 2)
+        print(pairs.successful, pairs.matvecs)  # True 3
+        print(pairs.vectors.shape)  # (2, 3)
+        print(pairs)
+        ```
+
+    `print` shows each value, rounded to two digits of the half-width of its interval,
+    and what it cost.
+
     **Attributes:**
 
     - `values`: the eigenvalues, real, shape `(num,)`. The most extreme one is the first:
@@ -46,7 +61,9 @@ class Eigenpairs(AbstractExtremes):
         `nonfinite_product`.
     - `stats`: `"num_matvecs"` is the number of matrix-vector products, and `"exact"` says
         whether the pairs are those of a dense factorisation.
-    - `successful`, `matvecs`: as for [`traceax.Solution`][].
+    - `successful`, `matvecs`, `quantity`: as for [`traceax.Solution`][].
+    - `raw`: vectors, residuals and half-widths of intervals, without a check that no
+        derivative is asked for.
 
     Only `values` have a derivative. Where one is asked for, reading `vectors`,
     `residuals` or `interval()` raises `NotImplementedError`;

@@ -35,6 +35,18 @@ from .extremes import (
 class SingularTriplets(AbstractExtremes):
     """The largest singular values of an operator, made by [`traceax.svds`][].
 
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import traceax as tx
+
+        triplets = tx.svds(jnp.diag(jnp.array([1.0, 2.0, 3.0])), 2)
+        print(triplets.successful, triplets.matvecs)  # True 3
+        print(triplets.left.shape)  # (2, 3)
+        print(triplets)
+        ```
+
     **Attributes:**
 
     - `values`: the singular values, descending, real, shape `(num,)`.
@@ -43,7 +55,8 @@ class SingularTriplets(AbstractExtremes):
         length `num`.
     - `residuals`: $(\\|A v - \\sigma u\\|^2 + \\|A^* u - \\sigma v\\|^2)^{1/2}$ for each
         triplet, computed from the vectors that are returned, shape `(num,)`.
-    - `result`, `stats`, `successful`, `matvecs`: as for [`traceax.Eigenpairs`][].
+    - `result`, `stats`, `successful`, `matvecs`, `quantity`, `raw`: as for
+        [`traceax.Eigenpairs`][].
 
     Only `values` have a derivative. Where one is asked for, reading `left`, `right`,
     `residuals` or `interval()` raises `NotImplementedError`;
