@@ -222,7 +222,7 @@ def sharpness(parameters):
 largest, (low, high), matvecs = jax.lax.map(sharpness, visited)
 exact = jax.lax.map(lambda p: jnp.linalg.eigvalsh(dense(p))[-1], visited)
 gap = np.max(np.abs(largest / exact - 1))
-print(f"largest relative error {gap:.0e}, from {matvecs.min()} to {matvecs.max()} products")
+print(f"largest relative error {gap:.0e}, from {matvecs.max()} products at most")
 width = np.max((high - low)[:, 0] / largest)
 print(f"the widest interval has {width:.0e} of the eigenvalue")
 
