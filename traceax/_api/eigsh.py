@@ -107,6 +107,7 @@ def _eigenpairs(opened, key, rtol, sizes, k, which, structure, execution) -> Eig
             )
     judged = judge(flat, pairs, rtol=rtol, sizes=sizes, execution=execution)
     ends = "at both ends" if which == "both" else which
+    count = "" if sizes.num == 1 else f"{sizes.num} "
     return Eigenpairs(
         values=judged.values,
         raw={
@@ -116,7 +117,7 @@ def _eigenpairs(opened, key, rtol, sizes, k, which, structure, execution) -> Eig
         },
         result=judged.result,
         stats={"num_matvecs": pairs.num_matvecs, "exact": jnp.asarray(exact)},
-        quantity=f"Eigenvalues, the {sizes.num} {ends}",
+        quantity=f"Eigenvalues, the {count}{ends}",
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
 
-from .._core.checks import check_key, check_positive, check_scalar, concrete_number
+from .._core.checks import check_key, check_positive, concrete_number, real_scalar
 from .._core.flat import FlatOperator, from_flat
 from .._core.report import as_number, describe_values, fetch, has_numbers, reading
 from .._core.results import failure, first_failure, RESULTS
@@ -107,7 +107,7 @@ def unflatten_columns(columns: Array, structure: PyTree) -> PyTree[Array]:
 
 def check_call(
     num: Any, k: Any, rtol: Any, key: PRNGKeyArray | None, *, size: int, cost: int
-) -> tuple[Sizes, int, Any]:
+) -> tuple[Sizes, int, Real[Array, ""]]:
     """Check the arguments, for an operator whose smaller side is `size`. `cost` is the
     number of matvecs that one vector takes."""
     num, k = check_positive("num", num), check_positive("k", k)
@@ -122,8 +122,9 @@ def check_call(
         raise ValueError(
             f"`k` must be at least {least} for {num} of {size} values. Found {k}."
         )
-    check_scalar("rtol", rtol)
-    number = concrete_number(rtol)
+    # An array, so that a program serves all tolerances.
+    tolerance = real_scalar("rtol", rtol)
+    number = concrete_number(tolerance)
     if number is not None and not 0 <= number < 1:
         raise ValueError(
             f"`rtol` must be at least 0 and less than 1. Found {rtol}. Pass, for "
@@ -132,7 +133,7 @@ def check_call(
     check_key(key)
     if not exact:
         require_key(key)
-    return sizes, k, rtol
+    return sizes, k, tolerance
 
 
 def tolerance_of(rtol: Any, flat: FlatOperator, sizes: Sizes) -> Real[Array, ""]:

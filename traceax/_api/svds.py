@@ -123,6 +123,7 @@ def _triplets(
         triplets = dataclasses.replace(triplets, vectors=triplets.vectors[::-1])
     judged = judge(flat, triplets, rtol=rtol, sizes=sizes, execution=execution)
     left, right = triplets.vectors
+    count = "" if sizes.num == 1 else f"{sizes.num} "
     return SingularTriplets(
         values=judged.values,
         raw={
@@ -133,7 +134,7 @@ def _triplets(
         },
         result=judged.result,
         stats={"num_matvecs": triplets.num_matvecs, "exact": jnp.asarray(exact)},
-        quantity=f"Singular values, the {sizes.num} largest",
+        quantity=f"Singular values, the {count}largest",
     )
 
 
