@@ -145,7 +145,7 @@ def eigenvalues(matrix, key, throw=True):
 
 
 def singular_values(matrix, key, throw=True):
-    triplets = tx.svds(dense(matrix[:20]), 2, key=key, throw=throw)
+    triplets = tx.svds(dense(matrix[:20], ()), 2, key=key, throw=throw)
     return triplets.values, triplets.left, triplets.right
 
 
