@@ -139,6 +139,16 @@ def product(operator, vector):
     return operator.mv(vector)
 
 
+def eigenvalues(matrix, key, throw=True):
+    pairs = tx.eigsh(dense(matrix), 2, key=key, throw=throw)
+    return pairs.values, pairs.vectors, pairs.residuals
+
+
+def singular_values(matrix, key, throw=True):
+    triplets = tx.svds(dense(matrix[:20], ()), 2, key=key, throw=throw)
+    return triplets.values, triplets.left, triplets.right
+
+
 def action(matrix, key, throw=True):
     operator = tx.function_of(dense(matrix), tx.Inverse(), 5)
     return (product(operator, matrix[0]),)
@@ -267,6 +277,8 @@ FUNCTIONS = {
     "gaussian": gaussian,
     "power-krylov": function_trace(tx.Power(-1), tx.KrylovAwareEstimator()),
     "difference": difference,
+    "eigenvalues": eigenvalues,
+    "singular-values": singular_values,
     "diagonal-of-inverse": diagonal_of_inverse,
     "diagonal-of-product": diagonal_of_product,
     "frobenius-products": frobenius_products,

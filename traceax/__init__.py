@@ -30,6 +30,7 @@ from ._api.diagonal_of_function import diagonal_of_function
 from ._api.diagonal_of_product import diagonal_of_product
 from ._api.divergence import divergence
 from ._api.dynamic_trace import DynamicState, DynamicTrace
+from ._api.eigsh import Eigenpairs, eigsh
 from ._api.function_of import function_of
 from ._api.gaussian_log_prob import gaussian_log_prob
 from ._api.jacobi_preconditioner import jacobi_preconditioner
@@ -43,10 +44,9 @@ from ._api.norms import (
 )
 from ._api.operator_report import OperatorReport
 from ._api.schatten_norm import schatten_norm
-from ._api.spectral_density import (
-    spectral_density,
-    SpectralDensity,
-)
+from ._api.spectral_density import spectral_density
+from ._api.spectral_measure import SpectralDensity
+from ._api.svds import SingularTriplets, svds
 from ._api.trace import trace
 from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
@@ -148,6 +148,8 @@ __all__ = [
     "divergence",
     "DynamicState",
     "DynamicTrace",
+    "Eigenpairs",
+    "eigsh",
     "frobenius_norm",
     "frobenius_products",
     "function_of",
@@ -160,8 +162,10 @@ __all__ = [
     "OperatorReport",
     "row_norms",
     "schatten_norm",
+    "SingularTriplets",
     "spectral_density",
     "SpectralDensity",
+    "svds",
     "trace",
     "trace_difference",
     "trace_of_function",

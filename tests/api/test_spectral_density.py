@@ -538,3 +538,21 @@ def test_batch_of_measures():
     batch = jax.vmap(lambda key: density_of(TAGGED, key=key))(jr.split(KEY, 3))
     for call in (lambda: batch(0.0, 0.1), lambda: batch.cumulative(0.0)):
         check(ValueError, ["batch of measures", "(3, 6, 8)", "jax.vmap"], call)
+
+
+def test_extreme_ritz_values():
+    """Those of a spectrum with two ends that stand apart; from inside, up to rounding."""
+    spectrum = np.concatenate([[-5.0], np.linspace(-1, 1, 58), [7.0]])
+    operator = lx.MatrixLinearOperator(
+        jnp.asarray(hermitian(3, spectrum)), lx.symmetric_tag
+    )
+    settings = {"k": 3, "num_steps": 25}
+    found = tx.spectral_density(operator, key=jr.key(0), **settings)
+    np.testing.assert_allclose(found.largest, 7, atol=1e-9)
+    np.testing.assert_allclose(found.smallest, -5, atol=1e-9)
+    few = tx.spectral_density(operator, k=3, num_steps=3, key=jr.key(0))
+    assert -5 < few.smallest < few.largest < 7
+    batch = jax.vmap(lambda key: tx.spectral_density(operator, key=key, **settings))(
+        jr.split(jr.key(0), 2)
+    )
+    assert batch.largest.shape == batch.smallest.shape == (2,)

@@ -18,7 +18,7 @@ from .plot_parts import (
     reference_style,
     TAKE_ONE,
 )
-from .spectral_density import SpectralDensity
+from .spectral_measure import SpectralDensity
 
 
 # The default width is at least this share of the range of the eigenvalues: finer

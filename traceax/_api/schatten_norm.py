@@ -12,9 +12,8 @@ import math
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
 from .._core.flat import explain_missing_adjoint, FlatOperator
@@ -33,6 +32,7 @@ from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
+from .._run.undifferentiable import undifferentiable
 
 
 class _Schatten(AbstractFunctionTask):
@@ -59,25 +59,11 @@ class _Schatten(AbstractFunctionTask):
             # The derivative p sigma^(p - 1) is infinite at sigma = 0. Below the rounding
             # errors a singular value may be 0.
             roundoff = operator.rounding * largest
-            value = _undifferentiable(value, (largest > 0) & (smallest <= roundoff))
+            value = undifferentiable(value, (largest > 0) & (smallest <= roundoff))
         estimate = dataclasses.replace(estimate, value=value)
         return estimate.map_bounds(
             lambda x: x.at[0, 1].set(self.quantity.downward(*x[0]))
         )
-
-
-@jax.custom_jvp
-def _undifferentiable(value: Real[Array, ""], where: Bool[Array, ""]) -> Real[Array, ""]:
-    """`value`, with a derivative of NaN `where` this is true."""
-    return value
-
-
-@_undifferentiable.defjvp
-def _undifferentiable_rule(primals, tangents):
-    value, where = primals
-    # NaN is a factor of the tangent. A NaN in the place of the tangent would be a
-    # constant, which reverse mode does not transpose.
-    return value, tangents[0] * jnp.where(where, jnp.nan, 1)
 
 
 def schatten_norm(

@@ -178,6 +178,30 @@ def describe_solution(
     return table(title, rows)
 
 
+def describe_values(
+    *,
+    title: str,
+    values: np.ndarray,
+    errors: np.ndarray,
+    result: np.ndarray,
+    stats: dict[str, Any],
+) -> str:
+    """The text for a few numbers, each with an error that cannot be larger, or for a
+    batch of such answers."""
+    batch = result.shape
+    if batch:
+        title += f", a batch of shape {batch}"
+    rows = [("result", text) for text in describe_failures(result)]
+    if batch or len(values) > _MAX_LEAVES:
+        leaf = _Leaf.of("values", values, errors, bounds=None, batch_axes=len(batch))
+        rows.append((leaf.label, leaf.describe()))
+    else:
+        pairs = zip(values, errors, strict=True)
+        rows += [(str(i), _with_error(*pair)) for i, pair in enumerate(pairs, 1)]
+    rows.append(("cost of each" if batch else "cost", _cost(stats, exact=True)))
+    return table(title, rows)
+
+
 def _cost(stats: dict[str, Any], exact: bool) -> str:
     text = counted(stats["num_matvecs"], "matvec")
     if "num_samples" in stats and not exact:

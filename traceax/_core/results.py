@@ -187,6 +187,25 @@ Likely remedies:
 (c) loosen the tolerance; with `throw=False` the call returns its estimate so far.
 """.strip()
 
+_not_converged_msg = """
+The residuals of some eigenpairs or singular triplets are above the tolerance. The
+intervals count them.
+
+Likely remedies:
+
+(a) raise `k`, the largest number of matrix-vector products: eigenvalues that are close to
+    each other, relative to the whole spectrum, take many; or
+
+(b) raise the tolerance `rtol`, or ask for fewer pairs; with `throw=False` the call
+    returns what it has found; or
+
+(c) if the operator is not Hermitian, leave out the tag that says so, and use
+    `traceax.svds`; or
+
+(d) for the smallest eigenvalues of a positive definite operator, find the largest ones of
+    its inverse, whose products are linear solves.
+""".strip()
+
 _interrupted_msg = """
 The `callback` of an adaptive budget raised an exception, which is printed above, and the
 run ended after that round.
@@ -213,6 +232,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `too_few_steps`: for functions of operators, the largest number of steps that
         [`traceax.AdaptiveSteps`][] allows leaves a quadrature error above the error bar
         or the tolerance, or cannot tell the operator from a singular one.
+    - `not_converged`: a residual of `eigsh` or `svds` is above the tolerance.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
@@ -249,6 +269,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     precision_lost = _precision_lost_msg
     too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg
+    not_converged = _not_converged_msg
     interrupted = _interrupted_msg
 
 

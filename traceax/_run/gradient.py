@@ -22,6 +22,8 @@ a function of the operator:
 - `FirstOrderFrame`: an approximation of `f'(A) R` for `tr f(A)`, whose own derivative is
   not known. Since `d tr f(A) = tr(f'(A) dA)`, the second derivative has the further term
   `tr(d[f'(A)] dA)`, which a constant L would leave out. So it is refused.
+- `PairFrame`: `u* dA v` for each of several eigenvalues or singular values. The
+  derivative of the vectors, which a second derivative needs, is not known.
 - `SolvedFrame`: `L = c A^(-p) R` for `f'(x) = c x^(-p)`, by linear solves, differentiable
   to all orders.
 
@@ -50,10 +52,24 @@ class AbstractFrame(eqx.Module):
 
     - `right`: R, of shape `(n, p)`.
     - `linear`: whether the value is a linear functional of the operator.
+    - `separate`: whether the value has an entry for each column, whose derivative is that
+        column's term. Default: False.
+    - `refusal`: the message for a second derivative that is not known.
     """
 
     right: eqx.AbstractVar[Inexact[Array, "n p"]]
     linear: eqx.AbstractClassVar[bool]
+    separate: ClassVar[bool] = False
+    refusal: ClassVar[str] = (
+        "The gradient comes from a Krylov run, or a factorisation with `k >= n`, and has "
+        "no derivative of its own. For second derivatives of a log-determinant, or of "
+        "the trace of an inverse or another negative whole power, pass "
+        "`gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For other functions "
+        "there is no second derivative in the operator: take finite differences of first "
+        "derivatives, with the same key. For second derivatives of "
+        "`traceax.gaussian_log_prob` add such a log-determinant and a "
+        "`lineax.linear_solve`."
+    )
 
     @abc.abstractmethod
     def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
@@ -92,7 +108,24 @@ class FirstOrderFrame(AbstractFrame):
     linear: ClassVar[bool] = False
 
     def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
-        return _refuse_second(operator, self.approximation)
+        return refuse_derivative(self.approximation, operator, message=self.refusal)
+
+
+class PairFrame(AbstractFrame):
+    """A frame for eigenvalues and singular values, one for each column: L has the left
+    vectors `constant`, of shape `(m, p)`, and R the right ones."""
+
+    constant: Inexact[Array, "m p"]
+    right: Inexact[Array, "n p"]
+    linear: ClassVar[bool] = False
+    separate: ClassVar[bool] = True
+    refusal: ClassVar[str] = (
+        "Eigenvalues and singular values have first derivatives only. Take finite "
+        "differences of those, with the same key and a small `rtol`."
+    )
+
+    def left(self, operator: FlatOperator) -> Inexact[Array, "m p"]:
+        return refuse_derivative(self.constant, operator, message=self.refusal)
 
 
 class SolvedFrame(AbstractFrame):
@@ -160,26 +193,17 @@ class _UnitVectorSolver(lx.AbstractLinearSolver):
 
 
 @eqx.filter_custom_jvp
-def _refuse_second(operator: FlatOperator, x: Any) -> Any:
-    """`x`, which has no derivative in the operator: its rule raises where one is
-    asked."""
+def refuse_derivative(x: Any, of: Any, *, message: str) -> Any:
+    """`x`, which has no derivative in `of`. Where one is asked for, this raises a
+    `NotImplementedError` with the message."""
     return x
 
 
-@_refuse_second.def_jvp
-def _refuse_second_rule(primals, tangents) -> Any:
-    if any(t is not None for t in jax.tree.leaves(tangents[0])):
-        raise NotImplementedError(
-            "The gradient comes from a Krylov run, or a factorisation with `k >= n`, "
-            "and has no derivative of its own. For second derivatives of a "
-            "log-determinant, or of the trace of an inverse or another negative whole "
-            "power, pass `gradient=traceax.SolveGradient(lineax.CG(rtol, atol))`. For "
-            "other functions there is no second derivative in the operator: take finite "
-            "differences of first derivatives, with the same key. For second derivatives "
-            "of `traceax.gaussian_log_prob` add such a log-determinant and a "
-            "`lineax.linear_solve`."
-        )
-    return primals[1], tangents[1]
+@refuse_derivative.def_jvp
+def _refuse_derivative_rule(primals, tangents, *, message) -> Any:
+    if any(t is not None for t in jax.tree.leaves(tangents[1])):
+        raise NotImplementedError(message)
+    return primals[0], tangents[0]
 
 
 def attach(
@@ -228,14 +252,15 @@ def _attach_rule(primals, tangents, *, execution, quantity) -> Any:
     # sum_a <L_a, A R_a>. It is linear in A, so its derivative is sum_a <L_a, dA R_a>.
     def contract(operator):
         terms = execution.map(column_reader(quantity), operator, (left.T, right.T))
-        total = jnp.sum(terms, axis=0)
+        total = terms if frame.separate else jnp.sum(terms, axis=0)
         return total if jnp.iscomplexobj(value) else total.real
 
     tangent = tangents[1]
     if tangent is not None and not frame.linear:
         # The refusal is in a factor of 1. Around the tangent itself it would be lost in
         # reverse mode, which transposes what is linear in the tangent and drops its rule.
-        tangent = tangent * _refuse_second(operator, jnp.ones_like(tangent))
+        one = jnp.ones_like(tangent)
+        tangent = tangent * refuse_derivative(one, operator, message=frame.refusal)
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
         _, derivative = eqx.filter_jvp(contract, (operator,), (tangents[0],))
         derivative = derivative.astype(value.dtype)
