@@ -14,6 +14,7 @@ from .._estimators.base import AbstractEstimator
 from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
 from .._operators.checks import check_hermitian
+from .._functions.subspaces import with_subspaces
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._preconditioners.base import AbstractPreconditioning
@@ -38,6 +39,8 @@ def diagonal_of_function(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -150,6 +153,9 @@ def diagonal_of_function(
         function=function,
         num_steps=num_steps,
         preconditioner=preconditioner,
+    )
+    task = with_subspaces(
+        task, entered, null_space=null_space, deflation=deflation
     )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

@@ -21,6 +21,7 @@ from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
+from .._functions.subspaces import with_subspaces
 from .._functions.task import AbstractFunctionTask
 from .._operators.convert import OperatorLike
 from .._operators.door import enter, EnteredOperator, Facts
@@ -131,6 +132,8 @@ def logdet(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | Literal["auto"] | None = "auto",
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -246,6 +249,9 @@ def logdet(
         function=logdet_function(entered),
         gradient=gradient,
         num_steps=num_steps,
+    )
+    task = with_subspaces(
+        task, entered, null_space=null_space, deflation=deflation
     )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

@@ -12,6 +12,7 @@ from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._functions.subspaces import with_subspaces
 from .._functions.task import TraceOfFunction
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
@@ -32,6 +33,8 @@ def trace_of_function(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -119,6 +122,9 @@ def trace_of_function(
         function=as_spectral_function(function, flat.dtype, hermitian=flat.hermitian),
         gradient=gradient,
         num_steps=num_steps,
+    )
+    task = with_subspaces(
+        task, entered, null_space=null_space, deflation=deflation
     )
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

@@ -335,8 +335,28 @@ class Shifted(AbstractQuantity):
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return self.quantity.read(left, image)
 
+    def size(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Real[Array, "..."] | None:
+        return self.quantity.size(left, image)
+
+    def marks(
+        self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+    ) -> Inexact[Array, "..."] | None:
+        return self.quantity.marks(left, image)
+
+    def comparable(self, hermitian: bool) -> bool:
+        return self.quantity.comparable(hermitian)
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return self.quantity.present(value + self.offset, std_err)
+
+
+def is_trace(quantity: AbstractQuantity) -> bool:
+    """Whether this is the trace, or the trace plus a known offset."""
+    while isinstance(quantity, Shifted):
+        quantity = quantity.quantity
+    return isinstance(quantity, Trace)
 
 
 # 2^32 times the golden section (sqrt(5) - 1) / 2: of all numbers the worst to approximate

@@ -187,6 +187,35 @@ Likely remedies:
 (c) loosen the tolerance; with `throw=False` the call returns its estimate so far.
 """.strip()
 
+_not_null_space_msg = """
+`null_space` must be a basis of vectors that the operator maps to zero. The product with a
+random combination of them is not zero to within the operator's precision.
+
+Likely causes:
+
+(a) the basis is of another operator, or of one with other parameters: make it anew; or
+
+(b) its vectors are less precise than the operator, such as eigenvectors in float32 for an
+    operator in float64: compute them in the operator's dtype, to its precision; or
+
+(c) the operator has no null space, but eigenvalues that are small: leave `null_space`
+    out, or pass their eigenvectors as `deflation`.
+""".strip()
+
+_inexact_deflation_msg = """
+The vectors of `deflation` are too far from eigenvectors of the operator: what a function
+of the operator loses by taking them for eigenvectors may be more than the reported error
+bar. `solution.stats["deflation_error"]` is an estimate of it.
+
+Likely remedies:
+
+(a) compute the eigenvectors more accurately, by a smaller tolerance of `traceax.eigsh` or
+    in a wider dtype; or
+
+(b) pass only those that have converged. Traces and diagonals of the operator itself are
+    exact for any vectors.
+""".strip()
+
 _interrupted_msg = """
 The `callback` of an adaptive budget raised an exception, which is printed above, and the
 run ended after that round.
@@ -215,6 +244,10 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         or the tolerance, or cannot tell the operator from a singular one.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
+    - `not_null_space`: a basis that was passed as `null_space` is not mapped to zero. With
+        `throw=True`, and outside of compiled functions, this is a `ValueError`.
+    - `inexact_deflation`: for functions of operators, vectors that were passed as
+        `deflation` are too far from eigenvectors.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for any other function, a Ritz value was outside its domain, or
         at a pole at zero to within rounding.
@@ -250,6 +283,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     too_few_steps = _too_few_steps_msg
     max_matvecs_reached = _max_matvecs_reached_msg
     interrupted = _interrupted_msg
+    not_null_space = _not_null_space_msg
+    inexact_deflation = _inexact_deflation_msg
 
 
 def describe_failures(result: np.ndarray) -> list[str]:

@@ -18,7 +18,7 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.moments import Moments
-from .._core.quantity import AbstractQuantity, Trace
+from .._core.quantity import AbstractQuantity, is_trace
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
@@ -276,7 +276,7 @@ class AbstractSketchEstimator(AbstractEstimator):
         return dataclasses.replace(reading, std_err=jnp.hypot(reading.std_err, noise))
 
     def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
-        if isinstance(quantity, Trace) and sketch.samples is not None:
+        if is_trace(quantity) and sketch.samples is not None:
             assert sketch.std_err is not None
             moments = Moments.of(sketch.samples, sketch.valid, skewed=False)
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)

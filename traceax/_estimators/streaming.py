@@ -12,7 +12,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Trace
+from .._core.quantity import AbstractQuantity, is_trace
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.sign_moments import FEW_SIGNS, SignMoments
 from .._core.solution import Estimate
@@ -196,6 +196,6 @@ class AbstractStreamingEstimator(AbstractEstimator):
             marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
             value = quantity.read(left, image)
             return value, (quantity.size(frozen_left, frozen_image), marks)
-        if not isinstance(quantity, Trace):
+        if not is_trace(quantity):
             raise refusal(self, quantity)
         return sample, (None, None)
