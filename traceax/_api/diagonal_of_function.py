@@ -13,8 +13,8 @@ from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
-from .._operators.checks import check_hermitian
 from .._functions.subspaces import with_subspaces
+from .._operators.checks import check_hermitian
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._preconditioners.base import AbstractPreconditioning
@@ -154,9 +154,7 @@ def diagonal_of_function(
         num_steps=num_steps,
         preconditioner=preconditioner,
     )
-    task = with_subspaces(
-        task, entered, null_space=null_space, deflation=deflation
-    )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator, freeze
-from .._core.quantity import AbstractQuantity, Shifted
+from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for, RademacherSampler
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._estimators.base import AbstractEstimator
 from .._functions.action import Action

@@ -250,9 +250,7 @@ def logdet(
         gradient=gradient,
         num_steps=num_steps,
     )
-    task = with_subspaces(
-        task, entered, null_space=null_space, deflation=deflation
-    )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

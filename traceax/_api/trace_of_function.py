@@ -123,9 +123,7 @@ def trace_of_function(
         gradient=gradient,
         num_steps=num_steps,
     )
-    task = with_subspaces(
-        task, entered, null_space=null_space, deflation=deflation
-    )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.flat import FlatOperator
-from .._core.quantity import Shifted
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._operators.basis import basis_columns
 from .._operators.checks import check_hermitian
@@ -56,9 +56,7 @@ class DeflatedMeasurement(AbstractSubspaceTask):
         rows = execution.map(product, operator, subspace.basis.T)
         outside = subspace.remove(rows.T).T
         left = jnp.concatenate([subspace.basis.T, outside])
-        parts = jax.vmap(quantity.read)(
-            left, jnp.concatenate([rows, subspace.basis.T])
-        )
+        parts = jax.vmap(quantity.read)(left, jnp.concatenate([rows, subspace.basis.T]))
         known = jnp.sum(parts, axis=0)
         size = jax.lax.stop_gradient(jnp.sum(jnp.abs(parts), axis=0))
         if isinstance(k, Budget):

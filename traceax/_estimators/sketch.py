@@ -18,9 +18,10 @@ from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.moments import Moments
-from .._core.quantity import AbstractQuantity, is_trace
+from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for
+from .._core.shifted import is_trace
 from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._run.budget import Budget

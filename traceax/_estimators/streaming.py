@@ -12,8 +12,9 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, is_trace
+from .._core.quantity import AbstractQuantity
 from .._core.sampler import AbstractSampler, draw_for
+from .._core.shifted import is_trace
 from .._core.sign_moments import FEW_SIGNS, SignMoments
 from .._core.solution import Estimate
 from .._run.budget import Budget

@@ -7,8 +7,8 @@ of Q* A Q, with residuals `r_i = A v_i - t_i v_i`, which are orthogonal to Q. By
     tr f(A) = tr f(A') + sum_i (f(t_i) - f(s)),
 
 and the same for each entry of the diagonal, if all r_i are zero. If not, the neglected
-part of A has the entries x* r_i between v_i and an eigenvector x of A', with eigenvalue m.
-With divided differences, it changes
+part of A has the entries x* r_i between v_i and an eigenvector x of A' with an eigenvalue
+m. With divided differences, it changes
 
     tr f(A)       by about sum_i |r_i|^2 f'[t_i, m],         of second order, and
     diag f(A)_a   by about 2 sum_i |(v_i)_a| |r_i| f[t_i, m],     of first order.
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator
-from .._core.quantity import is_trace
 from .._core.results import failure, first_failure, RESULTS
+from .._core.shifted import is_trace
 from .._core.solution import Estimate
 from .._numerics.dense import eigh, two_norm
 from .._operators.door import Facts

@@ -16,8 +16,9 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, Scalar
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Shifted, Trace
+from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._preconditioners.base import (
     AbstractPreconditioner,

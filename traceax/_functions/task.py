@@ -8,7 +8,8 @@ import jax
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Shifted, Trace
+from .._core.quantity import AbstractQuantity, Trace
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._operators.door import Facts
 from .._quadrature.functions import AbstractSpectralFunction

@@ -121,7 +121,7 @@ def level_of(
     and `product` applies it."""
     mean = jnp.vdot(vector, image, precision="highest").real
     # Without a vector there is no eigenvalue, and any level does.
-    empty = ~jnp.any(vector != 0)
+    empty = two_norm(vector) == 0
     if sign != 0:
         return jnp.where(empty, sign, mean), 0
     # Eigenvalues of both signs may cancel in the mean, and near zero many functions are
