@@ -97,9 +97,9 @@ def trace(
         dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
         `execution` is not an instance of its kind.
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
-        needs; `key` is missing; `deflation` is not of the structure of the operator, or the
-        operator not known to be Hermitian; the estimator needs a semidefinite tag that is missing;
-        the sampler's dtype does not fit.
+        needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
+        the sampler's dtype does not fit; `deflation` has other shapes than the operator's
+        vectors, or the operator no tag that says it is Hermitian.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
         met, or the tolerance is smaller than rounding errors.

@@ -244,8 +244,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         or the tolerance, or cannot tell the operator from a singular one.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
-    - `not_null_space`: a basis that was passed as `null_space` is not mapped to zero. With
-        `throw=True`, and outside of compiled functions, this is a `ValueError`.
+    - `not_null_space`: a basis that was passed as `null_space` is not mapped to zero.
+        With `throw=True`, and outside of compiled functions, this is a `ValueError`.
     - `inexact_deflation`: for functions of operators, vectors that were passed as
         `deflation` are too far from eigenvectors.
     - `max_steps_reached`, of lineax: a linear solve did not converge.

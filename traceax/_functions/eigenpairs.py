@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.flat import FlatOperator
+from .._core.flat import FlatOperator, freeze
 from .._core.results import failure, first_failure, RESULTS
 from .._core.shifted import is_trace
 from .._core.solution import Estimate
@@ -35,6 +35,7 @@ from .._quadrature.domain import check_domain
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, FirstOrderFrame
+from .moving_diagonal import attach_to_diagonal, MovingPairs
 from .on_subspace import (
     AbstractFunctionSubspaceTask,
     FunctionOfEigenvalues,
@@ -82,13 +83,22 @@ class DeflatedFunction(AbstractFunctionSubspaceTask):
             function.values(pairs.values) - function.values(pairs.level[None]),
             pairs.vectors,
         )
-        slopes = jax.lax.stop_gradient(function.slopes(pairs.values))
-        # Slopes at values that the subspace lacks would be slopes of nothing.
-        frame = FirstOrderFrame(pairs.vectors * slopes.conj(), pairs.vectors)
         if is_trace(quantity):
+            slopes = jax.lax.stop_gradient(function.slopes(pairs.values))
+            frame = FirstOrderFrame(pairs.vectors * slopes.conj(), pairs.vectors)
             known = attach(operator, known, frame, execution=execution)
-        else:
+        elif jnp.iscomplexobj(known):
             known = _refuse_derivative(operator, known)
+        else:
+            moving = MovingPairs(
+                subspace=pairs.subspace,
+                values=pairs.values,
+                vectors=pairs.vectors,
+                deflated=deflated.frozen,
+                function=freeze(self.task.function),
+            )
+            num_steps = self.task.num_steps
+            known = attach_to_diagonal(operator, known, moving, num_steps, execution)
         estimate = self.task.beside(known).run(deflated, k, key, execution)
         return self._finish(estimate, pairs, function, operator)
 
@@ -105,7 +115,7 @@ class DeflatedFunction(AbstractFunctionSubspaceTask):
             # Estimators of users may have none.
             level = jnp.stack([pairs.level, pairs.level])
             ends = extra.get("ritz_values", function.eigenvalues(level))
-        function = jax.lax.stop_gradient(function)
+        function = freeze(function)
         error, share = pairs.error(function, ends)
         if not is_trace(self.task.quantity):
             error = error + pairs.error_of_diagonal(function, ends)
@@ -250,7 +260,8 @@ def _refuse_derivative(operator: FlatOperator, x: Array) -> Array:
 def _refuse_derivative_rule(primals, tangents):
     if any(t is not None for t in jax.tree.leaves(tangents[0])):
         raise NotImplementedError(
-            "`traceax.diagonal_of_function` has no derivative in the operator where "
-            "there is a `deflation`, because eigenvectors move. Leave `deflation` out."
+            "`traceax.diagonal_of_function` of a complex function has no derivative in "
+            "the operator where there is a `deflation`. Leave `deflation` out, or take "
+            "the real and the imaginary part of the function one after the other."
         )
     return primals[1], tangents[1]

@@ -35,6 +35,7 @@ class AbstractTaskOfFunction(AbstractTask):
     """
 
     function: eqx.AbstractVar[AbstractSpectralFunction]
+    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
     offset: eqx.AbstractVar[Array | None]
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
