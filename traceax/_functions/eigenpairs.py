@@ -179,7 +179,7 @@ class RitzPairs(eqx.Module):
         def product(x):
             return execution.matmat(operator.frozen, x)
 
-        _, outside = subspace.random_vectors()
+        _, outside = subspace.generic_vectors()
         basis = subspace.basis
         images = product(jnp.concatenate([basis, outside[:, None]], axis=1))
         level, further = level_of(

@@ -96,7 +96,7 @@ class _Complement(eqx.Module):
             return execution.matmat(operator.frozen, x)
 
         subspace = Subspace.of(outer.columns)
-        inside, outside = subspace.random_vectors()
+        inside, outside = subspace.generic_vectors()
         images = product(jnp.stack([inside, outside], axis=1))
         error, size = two_norm(images[:, 0]), two_norm(images[:, 1])
         residual = error / jnp.where(size > 0, size, 1)

@@ -1,5 +1,6 @@
 """The basis of a subspace, as users pass it."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -22,12 +23,13 @@ def basis_columns(
     shapes = [leaf.shape for leaf in jax.tree.leaves(structure)]
     leaves, treedef = jax.tree.flatten(basis)
     if treedef != jax.tree.structure(structure) or not all(map(_is_numeric, leaves)):
-        expected = "an array" if eqx.is_array_like(structure) else "a PyTree of arrays"
+        is_array = isinstance(structure, jax.ShapeDtypeStruct)
+        expected = "an array" if is_array else "a PyTree of arrays"
         raise TypeError(
             f"`{name}` must be {expected} of the structure of the operator's vectors, "
             f"{jax.tree.structure(structure)}, with a leading axis. Found "
-            f"{describe(basis)} with the structure {treedef}. Pass, for example, the "
-            "`vectors` of `traceax.eigsh`, or an array of columns."
+            f"{describe(basis)} with the structure {treedef}. For operators on one flat "
+            "vector pass an array of columns."
         )
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     found = [leaf.shape for leaf in leaves]
@@ -59,7 +61,8 @@ def basis_columns(
             "real and the imaginary parts as vectors of their own."
         )
     rows = jnp.concatenate(
-        [leaf.reshape(count, -1).astype(dtype) for leaf in leaves], axis=1
+        [leaf.reshape(count, math.prod(leaf.shape[1:])).astype(dtype) for leaf in leaves],
+        axis=1,
     )
     return rows.T
 

@@ -23,12 +23,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._core.arithmetic import standard_promotion
+from .._core.chirp import generic_vector
 from .._core.flat import FlatOperator
-from .._core.threefry import fast_key
 from .._numerics.dense import thin_svd, two_norm
 
 
@@ -83,14 +82,13 @@ class Subspace(eqx.Module):
         level = jnp.asarray(level, operator.dtype)
         return dataclasses.replace(operator, fn=_Compressed(operator, self, level))
 
-    def random_vectors(self) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]]:
+    def generic_vectors(self) -> tuple[Inexact[Array, " n"], Inexact[Array, " n"]]:
         """A unit vector in the subspace, and one in its complement, or zero where there
         is none. They are the same in each call."""
         n, r = self.basis.shape
-        key1, key2 = jr.split(fast_key(jr.key(0)))
-        weights = jr.normal(key1, (r,), self.basis.dtype) * self.present
+        weights = generic_vector(r, self.basis.dtype) * self.present
         # A vector of a subspace of all directions is rounding once that is removed.
-        outside = self.remove(self.remove(jr.normal(key2, (n,), self.basis.dtype)))
+        outside = self.remove(self.remove(generic_vector(n, self.basis.dtype)))
         outside = jnp.where(self.rank < n, outside, 0)
         return self.combine(_unit(weights)), _unit(outside)
 
@@ -116,7 +114,7 @@ def level_of(
     sign: int,
     product: Callable[[Inexact[Array, " n"]], Inexact[Array, " n"]],
 ) -> tuple[Real[Array, ""], int]:
-    """The level s from a random unit vector u of the complement and its image `P A u`,
+    """The level s from a unit vector u of the complement and its image `P A u`,
     and the number of matvecs that it took. `sign` is that of the operator, 0 if unknown,
     and `product` applies it."""
     mean = jnp.vdot(vector, image, precision="highest").real

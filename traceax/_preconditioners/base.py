@@ -15,13 +15,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
+from .._core.chirp import generic_vector
 from .._core.flat import FlatOperator, freeze
-from .._core.threefry import fast_key
 from .._numerics.dense import two_norm
 from .._operators.door import unflatten
 from .._run.budget import Budget
@@ -30,7 +29,7 @@ from .._run.steps import AdaptiveSteps
 
 
 # A few iterations find the norm to within a factor of 2, unless it belongs to a vector
-# that is nearly orthogonal to a random one.
+# that is nearly orthogonal to the first one.
 _POWER_ITERATIONS = 8
 
 
@@ -263,7 +262,7 @@ class AbstractPreconditioner(AbstractPreconditioning):
         $P^{-1}$."""
         if ritz_values is None:
             return None
-        vector = jr.normal(fast_key(jr.key(0)), (self.size,), self.largest.dtype)
+        vector = generic_vector(self.size, self.largest.dtype)
         norm = jnp.ones_like(self.largest)
         for _ in range(_POWER_ITERATIONS):
             vector = self.power(-1.0, vector / norm.astype(vector.dtype))
