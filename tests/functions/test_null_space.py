@@ -86,7 +86,7 @@ CALLS = {
         operator(),
         tx.KrylovAwareEstimator(),
         k=K,
-        num_steps=3,
+        num_steps=12,
         key=key,
         null_space=NULL,
     ),
