@@ -85,7 +85,8 @@ def test_deflation_reduces_the_error_and_intervals_cover():
     error, ratio, coverage = errors(trace, np.trace(MATRIX), basis=DEFLATED)
     # 16 samples in the place of 20, of a matrix whose largest eigenvalue is 3, not 40.
     assert error < plain / 5
-    assert 0.8 < ratio < 1.2
+    # Bars of 16 samples are widened by about an eighth.
+    assert 0.7 < ratio < 1.1
     assert coverage > 0.92
 
 

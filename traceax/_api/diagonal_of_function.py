@@ -98,6 +98,18 @@ def diagonal_of_function(
         or a smaller `share`.
     - `preconditioner`: for `Inverse()` of an operator tagged positive semidefinite. See
         [`traceax.nystrom_preconditioner`][].
+    - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
+        or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
+        diagonal of $f$ on the complement, for `Inverse()` that of the pseudo-inverse. It
+        takes two or three matvecs more, one of which checks that the operator maps the
+        basis to zero. A preconditioner need not know of it. Derivatives are for
+        directions in which it stays so.
+    - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
+        smallest or the largest eigenvalues, in the form of `deflation` of
+        [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
+        rest varies less, and needs fewer steps. The error of vectors that are not quite
+        eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
+        if it is more than the other errors. For derivatives the function must be real.
 
     **Returns:**
 
@@ -131,7 +143,8 @@ def diagonal_of_function(
 
     - `TypeError`: an argument is not of its kind.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `key` is missing; `preconditioner` does not fit;
+        `num_steps` is too small; `key` is missing; `preconditioner`, `null_space` or
+        `deflation` does not fit, as for [`traceax.logdet`][];
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding may change the second digit; a matvec was not

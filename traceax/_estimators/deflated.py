@@ -101,4 +101,4 @@ def deflated(
             f"{task.min_matvecs}. Found k={k} for {count} vectors. Raise `k` to {least}, "
             "or pass fewer vectors."
         )
-    return DeflatedMeasurement(task, columns)
+    return DeflatedMeasurement(task=task, columns=columns)  # pyright: ignore

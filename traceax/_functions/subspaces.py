@@ -30,5 +30,5 @@ def with_subspaces(
         check_hermitian(flat)
         columns = basis_columns(name, basis, operator.structure, flat.dtype)
         if columns.shape[1] > 0:
-            chosen = kind(chosen, columns)
+            chosen = kind(task=chosen, columns=columns)  # pyright: ignore
     return chosen
