@@ -67,8 +67,9 @@ with a preconditioner P they belong to `P^(-1/2) A P^(-1/2)`.
 Likely causes:
 
 (a) the operator has an eigenvalue that is not positive; if it is tagged semidefinite, the
-    tag is wrong. Add a multiple of the identity (`jitter`), or for a log-determinant
-    leave the tag out, and `traceax.logdet` takes the absolute value; or
+    tag is wrong. Add a multiple of the identity (`jitter`), pass a basis of the null space
+    (`null_space`), or for a log-determinant leave the tag out, and `traceax.logdet` takes
+    the absolute value; or
 
 (b) the operator is not Hermitian; or
 
@@ -158,9 +159,9 @@ Likely remedies:
 (c) if you know a lower bound of the eigenvalues, pass it:
     `traceax.SLQEstimator(lower_bound=...)`; or
 
-(d) if the operator may be singular, add a multiple of the identity (`jitter`), use a
-    function that is finite at zero, or restrict the operator to the complement of its
-    null space; or
+(d) if the operator is singular, pass a basis of its null space, `null_space=...`; if it
+    may be, add a multiple of the identity (`jitter`), or use a function that is finite at
+    zero; or
 
 (e) ask for the exact answer, by `k >= n`; up to n = 4096 (1024 for a function of an
     operator that is not tagged Hermitian) it is chosen automatically where `num_steps` is
