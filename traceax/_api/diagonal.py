@@ -26,6 +26,7 @@ def diagonal(
     k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Any]:
@@ -61,7 +62,7 @@ def diagonal(
         tolerance, in the norm `traceax.Adaptive(norm=...)`. Default: 1%, in the two-norm
         of all entries.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
-    - `state`: as for [`traceax.trace`][].
+    - `state`, `deflation`: as for [`traceax.trace`][].
     - `execution`: where matvecs are made, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
@@ -92,6 +93,7 @@ def diagonal(
         k=k,
         key=key,
         state=state,
+        deflation=deflation,
         execution=execution,
         throw=throw,
     )
@@ -105,6 +107,7 @@ def leaf_traces(
     k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Any]:
@@ -128,8 +131,8 @@ def leaf_traces(
 
     **Arguments:**
 
-    - `operator`, `estimator`, `key`, `state`, `execution`, `throw`: as for
-        [`traceax.trace`][].
+    - `operator`, `estimator`, `key`, `state`, `deflation`, `execution`, `throw`: as
+        for [`traceax.trace`][].
     - `k`: as for [`traceax.trace`][]; with [`traceax.Adaptive`][] the errors of all
         traces together are compared with the tolerance, in the norm
         `traceax.Adaptive(norm=...)`.
@@ -154,6 +157,7 @@ def leaf_traces(
         k=k,
         key=key,
         state=state,
+        deflation=deflation,
         execution=execution,
         throw=throw,
     )

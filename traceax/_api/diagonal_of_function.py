@@ -13,6 +13,7 @@ from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
 from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
+from .._functions.subspaces import with_subspaces
 from .._operators.checks import check_hermitian
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
@@ -38,6 +39,8 @@ def diagonal_of_function(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -95,6 +98,18 @@ def diagonal_of_function(
         or a smaller `share`.
     - `preconditioner`: for `Inverse()` of an operator tagged positive semidefinite. See
         [`traceax.nystrom_preconditioner`][].
+    - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
+        or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
+        diagonal of $f$ on the complement, for `Inverse()` that of the pseudo-inverse. It
+        takes two or three matvecs more, one of which checks that the operator maps the
+        basis to zero. A preconditioner need not know of it. Derivatives are for
+        directions in which it stays so.
+    - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
+        smallest or the largest eigenvalues, in the form of `deflation` of
+        [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
+        rest varies less, and needs fewer steps. The error of vectors that are not quite
+        eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
+        if it is more than the other errors. For derivatives the function must be real.
 
     **Returns:**
 
@@ -128,7 +143,8 @@ def diagonal_of_function(
 
     - `TypeError`: an argument is not of its kind.
     - `ValueError`: `operator` is not square or not known to be Hermitian; `k` or
-        `num_steps` is too small; `key` is missing; `preconditioner` does not fit;
+        `num_steps` is too small; `key` is missing; `preconditioner`, `null_space` or
+        `deflation` does not fit, as for [`traceax.logdet`][];
         the estimator does not estimate diagonals.
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding may change the second digit; a matvec was not
@@ -151,6 +167,7 @@ def diagonal_of_function(
         num_steps=num_steps,
         preconditioner=preconditioner,
     )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -15,16 +15,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator, freeze
-from .._core.quantity import AbstractQuantity, Shifted
+from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import draw_for
 from .._core.samplers import RademacherSampler
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._estimators.base import AbstractEstimator
 from .._functions.action import Action
 from .._functions.matrix_diagonal import exact_diagonal_of_function
 from .._functions.preconditioned import Prepared
 from .._functions.products import InverseMinusOne, PreconditionedAction, RunReport
+from .._functions.task import AbstractTaskOfFunction
 from .._krylov.lanczos import Lanczos
 from .._numerics.dense import two_norm
 from .._operators.door import Facts
@@ -33,7 +35,6 @@ from .._quadrature.domain import check_domain, domain_result, is_complex_on_real
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.solve import AbstractTask
 from .._run.steps import (
     AdaptiveSteps,
     choose_steps,
@@ -58,7 +59,7 @@ def root_mean_square(entries: Inexact[Array, " n"]) -> Real[Array, ""]:
     return two_norm(entries) / entries.size**0.5
 
 
-class DiagonalOfFunction(AbstractTask):
+class DiagonalOfFunction(AbstractTaskOfFunction):
     """The diagonal of a function, by an estimator of diagonals."""
 
     estimator: AbstractEstimator
@@ -66,6 +67,7 @@ class DiagonalOfFunction(AbstractTask):
     function: AbstractSpectralFunction
     num_steps: int | AdaptiveSteps
     preconditioner: AbstractPreconditioning | None
+    offset: Array | None = None
 
     @property
     def name(self) -> str:
@@ -96,7 +98,8 @@ class DiagonalOfFunction(AbstractTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        return exact_diagonal_of_function(operator, self.function, execution)
+        estimate = exact_diagonal_of_function(operator, self.function, execution)
+        return estimate if self.offset is None else estimate.moved(self.offset)
 
     def run(
         self,
@@ -121,7 +124,11 @@ class DiagonalOfFunction(AbstractTask):
         quantity = self.quantity
         if outer is not None:
             flat, function = outer.apply_to(flat), InverseMinusOne()
-            offset, num_matvecs = outer.diagonal_of_power(-1.0), outer.num_matvecs
+            offset = jax.lax.stop_gradient(outer.diagonal_of_power(-1.0))
+            num_matvecs = outer.num_matvecs
+        if self.offset is not None:
+            offset = offset + self.offset
+        if offset.ndim > 0:
             # Tolerances are relative to the whole diagonal, not to the estimated part.
             quantity = Shifted(quantity, jax.lax.stop_gradient(offset))
         max_steps, adaptive = self.num_steps, isinstance(self.num_steps, AdaptiveSteps)
@@ -130,7 +137,7 @@ class DiagonalOfFunction(AbstractTask):
         action = Action(flat, function=function, most=max_steps, steps=max_steps)
         product = PreconditionedAction(action, outer)
         probe = draw_for(flat, RademacherSampler(), key, jnp.zeros(1, int))[:, 0]
-        mean = jnp.mean(offset)
+        mean = jnp.mean(jax.lax.stop_gradient(offset))
         steps, remaining = Steps.resumed(
             self.num_steps,
             lambda _: self._choose_steps(
@@ -176,6 +183,7 @@ class DiagonalOfFunction(AbstractTask):
         errors."""
         flat, function = product.action.operator, product.action.function
         adaptive = isinstance(self.num_steps, AdaptiveSteps)
+        outer = product.preconditioner
         # Errors have no derivatives. The run is one that `product` makes for the
         # estimate, with its buffers and steps.
         constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
@@ -191,9 +199,7 @@ class DiagonalOfFunction(AbstractTask):
         # this probe did not meet.
         lost = jnp.isfinite(report.product).all() & ~jnp.isfinite(estimate.value).all()
         in_domain_of_all = failure(lost, domain_result(function, flat))
-        value = estimate.value + jax.lax.stop_gradient(offset).astype(
-            estimate.value.dtype
-        )
+        value = estimate.value + offset.astype(estimate.value.dtype)
         max_rounding = MAX_ROUNDING * root_mean_square(value)
         precision = failure(
             root_mean_square(report.rounding) > max_rounding, RESULTS.precision_lost
@@ -237,7 +243,7 @@ class DiagonalOfFunction(AbstractTask):
             unresolved=unresolved,
             result=first_failure(
                 # Only a preconditioner needs the sign.
-                None if product.preconditioner is None else flat.sign_failure,
+                None if outer is None else flat.sign_failure,
                 in_domain,
                 in_domain_of_all,
                 precision,
@@ -245,6 +251,7 @@ class DiagonalOfFunction(AbstractTask):
                 too_few_steps,
             ),
             extra=estimate.extra | extra,
+            ends=None if outer is None else outer.ends(report.extremes),
             bounds=jnp.stack([ends, bars], axis=1),
         )
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, Real, Scalar
 
 from .._core.arithmetic import full_precision
 from .._core.checks import describe
-from .._core.sampler import draw_for, NormalSampler
+from .._core.sampler import draw_for
+from .._core.samplers import NormalSampler
 from .._krylov.extreme_eigenpairs import all_eigenpairs, extreme_eigenpairs, Which
 from .._operators.checks import check_hermitian
 from .._operators.convert import OperatorLike

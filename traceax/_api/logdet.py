@@ -21,6 +21,7 @@ from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
+from .._functions.subspaces import with_subspaces
 from .._functions.task import AbstractFunctionTask
 from .._operators.convert import OperatorLike
 from .._operators.door import enter, EnteredOperator, Facts
@@ -133,6 +134,8 @@ def logdet(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | Literal["auto"] | None = "auto",
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -191,6 +194,18 @@ def logdet(
         number and the estimator is an `SLQEstimator` without a `lower_bound`. It tries 8
         matvecs or more, and keeps the approximation if that pays. `None` makes none. With
         a number for `k` or `num_steps` the default is none, and matvecs are as asked for.
+    - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
+        or not, in the form of `deflation` of [`traceax.trace`][]. The value is then
+        $\\log|A|_+$, the sum of the logarithms over the complement. It takes two or three
+        matvecs more, one of which checks that the operator maps the basis to zero. A
+        preconditioner need not know of it. Derivatives are for directions in which it
+        stays so.
+    - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
+        smallest or the largest eigenvalues, in the form of `deflation` of
+        [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
+        rest varies less, and needs fewer steps. The error of vectors that are not quite
+        eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
+        if it is more than the other errors. There are no second derivatives.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where matvecs are made, and how many at a time.
@@ -228,7 +243,10 @@ def logdet(
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer.
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
-        missing; `preconditioner` or `estimator` does not fit the operator.
+        missing; `preconditioner` or `estimator` does not fit the operator; `null_space`
+        or `deflation` has other shapes than its vectors, or the operator no tag that says
+        it is Hermitian; `null_space` is not mapped to zero (inside of a program a
+        run-time error, `RESULTS.not_null_space`).
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
         positive definite; it is singular, or too ill conditioned for its precision; the
         steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
@@ -249,6 +267,7 @@ def logdet(
         gradient=gradient,
         num_steps=num_steps,
     )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -10,6 +10,7 @@ from .._core.checks import check_instance
 from .._core.quantity import AbstractQuantity
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator, Measurement
+from .._estimators.deflated import deflated
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
@@ -25,6 +26,7 @@ def measure(
     k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
     square: bool = True,
@@ -51,6 +53,7 @@ def measure(
     entered = enter(operator, square=square, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
     task = Measurement(estimator=estimator, quantity=quantity(entered.image))
+    task = deflated(task, entered, deflation, k)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

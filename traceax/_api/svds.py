@@ -17,7 +17,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, Real, Scalar
 
 from .._core.arithmetic import full_precision
 from .._core.flat import explain_missing_adjoint
-from .._core.sampler import draw, NormalSampler
+from .._core.sampler import draw
+from .._core.samplers import NormalSampler
 from .._krylov.extreme_triplets import all_triplets, extreme_triplets
 from .._operators.convert import OperatorLike
 from .._operators.door import enter

@@ -9,6 +9,7 @@ from .._core.quantity import Trace
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
 from .._estimators.base import AbstractEstimator, Measurement
+from .._estimators.deflated import deflated
 from .._operators.checks import operator_first
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
@@ -25,6 +26,7 @@ def trace(
     k: int | Adaptive = DEFAULT_BUDGET,
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Array]:
@@ -64,6 +66,14 @@ def trace(
         same. So must the operator and the arrays in the settings, but their numbers are
         not checked. `max_k` must not be smaller. Numbers of steps and ranks that were
         chosen automatically stay as they are.
+    - `deflation`: vectors whose span is read exactly, such as eigenvectors of the largest
+        eigenvalues, for an operator tagged Hermitian: with an orthonormal basis Q of the
+        span only $(I - QQ^*) A (I - QQ^*)$ is estimated. The value is unbiased for any
+        vectors. An array of columns, of shape `(n, r)`, for operators on one vector of
+        shape `(n,)`; otherwise a PyTree of the structure of a vector, with a leading axis
+        of size r in each leaf. (An array of shape `(r, n)` is read in that way too,
+        unless r is n.) They take r of the `k` matvecs and need not be orthonormal;
+        dependent ones are dropped, and derivatives take them as constant.
     - `execution`: where matvecs are made, and how many at a time. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
@@ -88,7 +98,8 @@ def trace(
         `execution` is not an instance of its kind.
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
-        the sampler's dtype does not fit.
+        the sampler's dtype does not fit; `deflation` has other shapes than the operator's
+        vectors, or the operator no tag that says it is Hermitian.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
         met, or the tolerance is smaller than rounding errors.
@@ -96,6 +107,7 @@ def trace(
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
     task = Measurement(estimator=estimator, quantity=Trace())
+    task = deflated(task, entered, deflation, k)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

@@ -12,6 +12,7 @@ from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
 from .._functions.slq import SLQEstimator
+from .._functions.subspaces import with_subspaces
 from .._functions.task import TraceOfFunction
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
@@ -32,6 +33,8 @@ def trace_of_function(
     num_steps: int | AdaptiveSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
+    null_space: PyTree[Array] | None = None,
+    deflation: PyTree[Array] | None = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -76,6 +79,17 @@ def trace_of_function(
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
+    - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
+        or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
+        sum over the eigenvalues on the complement. It takes two or three matvecs more,
+        one of which checks that the operator maps the basis to zero. Derivatives are for
+        directions in which it stays so.
+    - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
+        smallest or the largest eigenvalues, in the form of `deflation` of
+        [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
+        rest varies less, and needs fewer steps. The error of vectors that are not quite
+        eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
+        if it is more than the other errors. There are no second derivatives.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
         `Inverse` without a shift, and negative whole powers.
@@ -103,7 +117,8 @@ def trace_of_function(
     - `TypeError`: an argument is not of its kind; `k` or `num_steps` is not a Python
         integer; `function` does not map real numbers to real numbers.
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
-        missing; `gradient` does not fit the function, or `estimator` the operator.
+        missing; `gradient` does not fit the function, or `estimator` the operator;
+        `null_space` or `deflation` does not, as for [`traceax.logdet`][].
     - An `equinox` run-time error with `throw=True`: an eigenvalue was seen outside the
         domain of the function; rounding errors are a large part of the reported error;
         the steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too
@@ -120,6 +135,7 @@ def trace_of_function(
         gradient=gradient,
         num_steps=num_steps,
     )
+    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

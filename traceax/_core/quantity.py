@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from jaxtyping import Array, Inexact, PyTree, Real
+
+from .chirp import rotate
 
 
 class AbstractQuantity(eqx.Module):
@@ -136,7 +137,7 @@ class Trace(AbstractQuantity):
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, ""]:
-        return self.read(_rotate(left), image)
+        return self.read(rotate(left), image)
 
 
 class _Structured(AbstractQuantity):
@@ -218,7 +219,7 @@ class LeafTraces(_Structured):
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, " p"]:
-        return self.read(_rotate(left), image)
+        return self.read(rotate(left), image)
 
     def arrange(self, entries: Array) -> PyTree[Array]:
         return tree_unflatten(self.treedef, list(entries))
@@ -318,47 +319,11 @@ class SchattenNorm(AbstractQuantity):
         return jnp.where(positive, jnp.minimum(error, std_err), 0)
 
 
-class Shifted(AbstractQuantity):
-    """A quantity plus an `offset` that is known exactly."""
-
-    quantity: AbstractQuantity
-    offset: Array
-
-    @property
-    def diagonal_only(self) -> bool:  # pyright: ignore
-        return self.quantity.diagonal_only
-
-    @property
-    def entrywise(self) -> bool:  # pyright: ignore
-        return self.quantity.entrywise
-
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return self.quantity.read(left, image)
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return self.quantity.present(value + self.offset, std_err)
-
-
-# 2^32 times the golden section (sqrt(5) - 1) / 2: of all numbers the worst to approximate
-# by fractions, so that its multiples are spread evenly on a circle.
-_GOLDEN_SECTION = np.uint32(0x9E3779B9)
-
-
 def _norm_bound(sizes: Real[Array, " n"]) -> Real[Array, ""]:
     """An upper bound of the 2-norm, tight for vectors whose nonzero entries have one
     size: sum x^2 <= (sum x) (max x). Unlike a sum of squares, this does not overflow or
     underflow before the entries do."""
     return jnp.sqrt(jnp.sum(sizes)) * jnp.sqrt(jnp.max(sizes, initial=0))
-
-
-def _rotate(vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-    """Turn entry i of a vector by i^2 golden sections of a circle, so that few angles are
-    near each other, and sums of a few entries with different signs hardly ever agree."""
-    # In units of 2^-32 of a circle, where integers wrap around as angles do.
-    index = jax.lax.iota(jnp.uint32, vector.size)
-    turns = index * index * _GOLDEN_SECTION
-    angle = turns.astype(vector.real.dtype) * (2 * math.pi / 2**32)
-    return vector * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
 
 
 def _repeat(left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:

@@ -67,8 +67,9 @@ with a preconditioner P they belong to `P^(-1/2) A P^(-1/2)`.
 Likely causes:
 
 (a) the operator has an eigenvalue that is not positive; if it is tagged semidefinite, the
-    tag is wrong. Add a multiple of the identity (`jitter`), or for a log-determinant
-    leave the tag out, and `traceax.logdet` takes the absolute value; or
+    tag is wrong. Add a multiple of the identity (`jitter`), pass a basis of the null space
+    (`null_space`), or for a log-determinant leave the tag out, and `traceax.logdet` takes
+    the absolute value; or
 
 (b) the operator is not Hermitian; or
 
@@ -158,9 +159,9 @@ Likely remedies:
 (c) if you know a lower bound of the eigenvalues, pass it:
     `traceax.SLQEstimator(lower_bound=...)`; or
 
-(d) if the operator may be singular, add a multiple of the identity (`jitter`), use a
-    function that is finite at zero, or restrict the operator to the complement of its
-    null space; or
+(d) if the operator is singular, pass a basis of its null space, `null_space=...`; if it
+    may be, add a multiple of the identity (`jitter`), or use a function that is finite at
+    zero; or
 
 (e) ask for the exact answer, by `k >= n`; up to n = 4096 (1024 for a function of an
     operator that is not tagged Hermitian) it is chosen automatically where `num_steps` is
@@ -206,6 +207,35 @@ Likely remedies:
     its inverse, whose products are linear solves.
 """.strip()
 
+_not_null_space_msg = """
+`null_space` must be a basis of vectors that the operator maps to zero. The product with a
+random combination of them is not zero to within the operator's precision.
+
+Likely causes:
+
+(a) the basis is of another operator, or of one with other parameters: make it anew; or
+
+(b) its vectors are less precise than the operator, such as eigenvectors in float32 for an
+    operator in float64: compute them in the operator's dtype, to its precision; or
+
+(c) the operator has no null space, but eigenvalues that are small: leave `null_space`
+    out, or pass their eigenvectors as `deflation`.
+""".strip()
+
+_inexact_deflation_msg = """
+The vectors of `deflation` are too far from eigenvectors of the operator: what a function
+of the operator loses by taking them for eigenvectors may be more than the reported error
+bar. `solution.stats["deflation_error"]` is an estimate of it.
+
+Likely remedies:
+
+(a) compute the eigenvectors more accurately, by a smaller tolerance of `traceax.eigsh` or
+    in a wider dtype; or
+
+(b) pass only those that have converged. Traces and diagonals of the operator itself are
+    exact for any vectors.
+""".strip()
+
 _interrupted_msg = """
 The `callback` of an adaptive budget raised an exception, which is printed above, and the
 run ended after that round.
@@ -235,6 +265,10 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `not_converged`: a residual of `eigsh` or `svds` is above the tolerance.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
+    - `not_null_space`: a basis that was passed as `null_space` is not mapped to zero.
+        With `throw=True`, and outside of compiled functions, this is a `ValueError`.
+    - `inexact_deflation`: for functions of operators, vectors that were passed as
+        `deflation` are too far from eigenvectors.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for any other function, a Ritz value was outside its domain, or
         at a pole at zero to within rounding.
@@ -271,6 +305,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     max_matvecs_reached = _max_matvecs_reached_msg
     not_converged = _not_converged_msg
     interrupted = _interrupted_msg
+    not_null_space = _not_null_space_msg
+    inexact_deflation = _inexact_deflation_msg
 
 
 def describe_failures(result: np.ndarray) -> list[str]:

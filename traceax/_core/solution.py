@@ -59,6 +59,8 @@ class Estimate(eqx.Module):
         samples, shape `(2, 2)`, or `(2, 2, ...)` where `value` is no scalar: the lower
         bound with its standard error, and the upper bound with its own. None if there is
         no such error but `rounding`.
+    - `ends`: bounds of the spectrum, shape `(2,)`, where the operator is not the one that
+        `extra["ritz_values"]` belong to; else None.
     - `proven_bounds`: bounds that do not rely on an estimate of the quadrature error;
         None if they are the same as `bounds`.
     """
@@ -79,6 +81,7 @@ class Estimate(eqx.Module):
     method: str = eqx.field(static=True, default="")
     bounds: Real[Array, "2 2 *q"] | None = None
     proven_bounds: Real[Array, "2 2 *q"] | None = None
+    ends: Real[Array, "2"] | None = None
 
     def map_bounds(
         self, fn: Callable[[Real[Array, "2 2 *q"]], Real[Array, "2 2 *q"]]
@@ -88,6 +91,26 @@ class Estimate(eqx.Module):
         return dataclasses.replace(
             self, **{name: fn(x) for name, x in kinds.items() if x is not None}
         )
+
+    def moved(self, offset: Inexact[Array, "*q"]) -> "Estimate":
+        """The estimate plus a number that is known exactly, of the shape of `value`. Only
+        the value takes on its derivatives."""
+        constant = jax.lax.stop_gradient(offset)
+        samples, extra = self.samples, self.extra
+        # Estimators of users may have none.
+        brackets = {
+            name: extra[name] + constant.real
+            for name in ("bracket", "sample_brackets")
+            if name in extra
+        }
+        moved = dataclasses.replace(
+            self,
+            value=self.value + offset.astype(self.value.dtype),
+            samples=None if samples is None else samples + constant.astype(samples.dtype),
+            extra=extra | brackets,
+        )
+        # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.
+        return moved.map_bounds(lambda x: x.at[:, 0].add(constant.real))
 
 
 class Solution(eqx.Module, Generic[_ValueT]):
@@ -280,6 +303,9 @@ class Solution(eqx.Module, Generic[_ValueT]):
             if eqx.is_array(self.value) and self.value.ndim == 0:
                 reached = f"{self.value} with a standard error of {self.std_err} after "
             return f"Reached {reached}{self.stats['num_matvecs']} matvecs."
+        if self.result == RESULTS.not_null_space:
+            found = self.stats["null_space_residual"]
+            return f"Found a product of relative size {found}."
         if "ritz_values" in self.stats:
             smallest, largest = self.stats["ritz_values"]
             return f"Found Ritz values from {smallest} to {largest}."

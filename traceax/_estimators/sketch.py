@@ -21,6 +21,7 @@ from .._core.moments import Moments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, check_full_support, draw_for
+from .._core.shifted import is_trace
 from .._core.solution import Estimate
 from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
 from .._run.budget import Budget
@@ -277,7 +278,7 @@ class AbstractSketchEstimator(AbstractEstimator):
         return dataclasses.replace(reading, std_err=jnp.hypot(reading.std_err, noise))
 
     def _read_samples(self, quantity: AbstractQuantity, sketch: Sketch) -> Reading:
-        if isinstance(quantity, Trace) and sketch.samples is not None:
+        if is_trace(quantity) and sketch.samples is not None:
             assert sketch.std_err is not None
             moments = Moments.of(sketch.samples, sketch.valid, skewed=False)
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)

@@ -13,8 +13,9 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.moments import FEW_SIGNS
-from .._core.quantity import AbstractQuantity, Trace
+from .._core.quantity import AbstractQuantity
 from .._core.sampler import AbstractSampler, draw_for
+from .._core.shifted import is_trace
 from .._core.sign_moments import SignMoments
 from .._core.solution import Estimate
 from .._core.strata import StratifiedMoments
@@ -129,7 +130,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
             sampler, indices = estimator.sampler, index[None]
             probe = draw_for(operator, sampler, key, indices)[:, 0]
             full = None
-            if num_strata > 1 and isinstance(quantity, Trace):
+            if num_strata > 1 and is_trace(quantity):
                 full = draw_for(operator, sampler, key, indices, full=True)[:, 0]
             return estimator._read(
                 quantity, operator, probe, with_marks=with_marks, full=full
@@ -231,7 +232,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
             if full is not None:
                 change = quantity.read(full - probe, frozen_image)
             return value, (quantity.size(frozen_left, frozen_image), marks, change)
-        if not isinstance(quantity, Trace):
+        if not is_trace(quantity):
             raise refusal(self, quantity)
         return sample, (None, None, None)
 

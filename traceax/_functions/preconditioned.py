@@ -16,8 +16,9 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, Scalar
 
 from .._core.checks import check_instance
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, Shifted, Trace
+from .._core.quantity import AbstractQuantity, Trace
 from .._core.sampler import AbstractSampler
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._preconditioners.base import (
     AbstractPreconditioner,
@@ -218,25 +219,15 @@ class Preconditioned(AbstractFunctionEstimator):
             # term alone.
             quantity=Shifted(quantity, offset=jax.lax.stop_gradient(log_det)),
         )
-        value, samples, extra = estimate.value, estimate.samples, estimate.extra
         # This changes the derivative of the value alone, and needs the probes for it.
         if estimate.probes is not None:
             probes = estimate.probes()
-            value = preconditioner.control(operator, value, probes, execution)
-        # Estimators of users may have none.
-        brackets = {
-            name: extra[name] + log_det
-            for name in ("bracket", "sample_brackets")
-            if name in extra
-        }
-        # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.
-        estimate = estimate.map_bounds(lambda x: x.at[:, 0].add(log_det))
+            value = preconditioner.control(operator, estimate.value, probes, execution)
+            estimate = dataclasses.replace(estimate, value=value)
         return dataclasses.replace(
-            estimate,
-            value=value + log_det,
-            samples=None if samples is None else samples + log_det,
+            estimate.moved(log_det),
             num_matvecs=estimate.num_matvecs + preconditioner.num_matvecs,
-            extra=extra | brackets,
             state=prepared.state(estimate.state),
+            ends=preconditioner.ends(estimate.extra.get("ritz_values")),
             method=f"{estimate.method or type(self.estimator).__name__}, preconditioned",
         )

@@ -1,10 +1,15 @@
 """Tasks, in the sense of `_run/solve.py`, that estimate the trace of a function."""
 
+import dataclasses
+from typing import Self
+
 import equinox as eqx
-from jaxtyping import PRNGKeyArray
+import jax
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
+from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._operators.door import Facts
 from .._quadrature.functions import AbstractSpectralFunction
@@ -22,7 +27,28 @@ from .gradients import AbstractFunctionGradient
 _TYPICAL_STEPS = 8
 
 
-class AbstractFunctionTask(AbstractTask):
+class AbstractTaskOfFunction(AbstractTask):
+    """A quantity of a function of an operator.
+
+    - `offset`: what is known of the quantity and added to the answer, of its shape, or
+        None. Relative tolerances are for the sum.
+    """
+
+    function: eqx.AbstractVar[AbstractSpectralFunction]
+    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
+    offset: eqx.AbstractVar[Array | None]
+
+    def operand(self, operator: FlatOperator) -> FlatOperator:
+        """The operator that the function is applied to: A, or its negative."""
+        return operator
+
+    def beside(self, known: Array) -> Self:
+        """The same task, with a further part that is known."""
+        total = known if self.offset is None else self.offset + known
+        return dataclasses.replace(self, offset=total)
+
+
+class AbstractFunctionTask(AbstractTaskOfFunction):
     """The trace of a function, estimated or computed from all eigenvalues. Subclasses
     choose the operator that the function is applied to, and post-process the estimate.
     """
@@ -32,6 +58,7 @@ class AbstractFunctionTask(AbstractTask):
     gradient: AbstractFunctionGradient
     num_steps: int | AdaptiveSteps
     quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
+    offset: Array | None = eqx.field(default=None, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -82,10 +109,6 @@ class AbstractFunctionTask(AbstractTask):
         estimate = trace_from_eigenvalues(operand, self.function, eigenvalues)
         return self.finish(operator, estimate)
 
-    def operand(self, operator: FlatOperator) -> FlatOperator:
-        """The operator that the function is applied to."""
-        return operator
-
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, post-processed."""
         return estimate
@@ -94,12 +117,12 @@ class AbstractFunctionTask(AbstractTask):
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
         if self.is_known(facts):
-            return self.known(operator, facts)
+            return self._moved(self.known(operator, facts))
         operand = self.operand(operator)
         estimate = exact_trace_of_function(
             operand, self.function, self.gradient, execution
         )
-        return self.finish(operator, estimate)
+        return self._moved(self.finish(operator, estimate))
 
     def run(
         self,
@@ -108,6 +131,9 @@ class AbstractFunctionTask(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        quantity = self.quantity
+        if self.offset is not None:
+            quantity = Shifted(quantity, jax.lax.stop_gradient(self.offset))
         estimate = self.estimator.run(
             self.operand(operator),
             self.function,
@@ -116,9 +142,12 @@ class AbstractFunctionTask(AbstractTask):
             num_steps=self.num_steps,
             key=key,
             execution=execution,
-            quantity=self.quantity,
+            quantity=quantity,
         )
-        return self.finish(operator, estimate)
+        return self._moved(self.finish(operator, estimate))
+
+    def _moved(self, estimate: Estimate) -> Estimate:
+        return estimate if self.offset is None else estimate.moved(self.offset)
 
 
 class TraceOfFunction(AbstractFunctionTask):

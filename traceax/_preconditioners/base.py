@@ -19,11 +19,18 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
+from .._core.chirp import generic_vector
 from .._core.flat import FlatOperator, freeze
+from .._numerics.dense import two_norm
 from .._operators.door import unflatten
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps
+
+
+# A few iterations find the norm to within a factor of 2, unless it belongs to a vector
+# that is nearly orthogonal to the first one.
+_POWER_ITERATIONS = 8
 
 
 class AbstractPreconditioning(eqx.Module):
@@ -248,6 +255,21 @@ class AbstractPreconditioner(AbstractPreconditioning):
         A number equal to `value`; by default `value` itself, without a control variate.
         """
         return value
+
+    def ends(self, ritz_values: Real[Array, "2"] | None) -> Real[Array, "2"] | None:
+        """Bounds of the spectrum of A from those of $P^{-1/2} A P^{-1/2}$, for a positive
+        semidefinite A. The lower one is an estimate, from power iterations with
+        $P^{-1}$."""
+        if ritz_values is None:
+            return None
+        vector = generic_vector(self.size, self.largest.dtype)
+        norm = jnp.ones_like(self.largest)
+        for _ in range(_POWER_ITERATIONS):
+            vector = self.power(-1.0, vector / norm.astype(vector.dtype))
+            norm = two_norm(vector)
+            norm = jnp.where(norm > 0, norm, 1)
+        low, high = ritz_values
+        return jnp.stack([low / (2 * norm), high * self.largest])
 
     def apply_to(self, operator: FlatOperator) -> FlatOperator:
         """$W^{-1} A W^{-*}$ for the root of `whiten`; by default $P^{-1/2} A P^{-1/2}$.

@@ -87,6 +87,9 @@ def _raise_if(
         details = answer.details if isinstance(answer, Solution) else ""
         parts = RESULTS[answer.result], details, hint(answer)
         message = "\n\n".join(part for part in parts if part)
+        # Bad input, although only a matvec shows it.
+        if jax.device_get(answer.result == RESULTS.not_null_space).any():
+            raise ValueError(message)
         # The error is raised by a program on one device. An error on one of several would
         # leave the others waiting at their next collective. With `EQX_ON_ERROR=nan` the
         # scalar is NaN, and so are the values.
