@@ -157,20 +157,10 @@ class _LogTraceExp(AbstractTask):
             value = attach(flat, form.value, frame, execution=Local())
             return value, (form.error, form.extremes, form.residual, index)
 
-        def reduce(outs, valid):
-            samples, (_, extremes, _, indices) = outs
-            strata = self.sampler.strata(indices, entrywise=False)
-            moments = LogMoments.of(samples, valid, strata)
-            return moments, spectral_range(extremes)
-
-        def merge(parts):
-            moments, extremes = parts
-            return LogMoments.merge(moments), spectral_range(extremes, moments.total)
-
         streamed = stream(
             sample,
-            reduce=reduce,
-            merge=merge,
+            reduce=self._summarise,
+            merge=_merge,
             operator=flat,
             k=k,
             execution=execution,
@@ -234,6 +224,12 @@ class _LogTraceExp(AbstractTask):
             method=f"Gauss rules of {self.krylov.title}",
         )
 
+    def _summarise(self, outs, valid) -> tuple:
+        """The moments of the samples of one device, and the range of their Ritz values."""
+        samples, (_, extremes, _, indices) = outs
+        strata = self.sampler.strata(indices, entrywise=False)
+        return LogMoments.of(samples, valid, strata), spectral_range(extremes)
+
     def _choose_steps(
         self,
         adaptive: AdaptiveSteps,
@@ -268,6 +264,12 @@ class _LogTraceExp(AbstractTask):
             excess_after=excess_after,
             execution=execution,
         )
+
+
+def _merge(parts) -> tuple:
+    """One summary from several that are stacked."""
+    moments, extremes = parts
+    return LogMoments.merge(moments), spectral_range(extremes, moments.total)
 
 
 def log_trace_exp(

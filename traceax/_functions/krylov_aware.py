@@ -234,11 +234,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             common=deflation.rounding,
             apart=forms.likely,
         )
+        num_matvecs = num_matvecs + estimate.num_matvecs
+        state = steps.state(deflated.state(streamed.loop.state))
         return dataclasses.replace(
-            estimate,
-            num_matvecs=estimate.num_matvecs + num_matvecs,
-            state=steps.state(deflated.state(streamed.loop.state)),
-            probes=probes,
+            estimate, num_matvecs=num_matvecs, state=state, probes=probes
         )
 
     def _check(

@@ -12,10 +12,11 @@ docs/devdocs/quadrature.md.
 """
 
 import dataclasses
+import functools as ft
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray, Scalar
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
 
 from .._core.checks import check_instance, check_scalar
 from .._core.flat import FlatOperator
@@ -159,9 +160,8 @@ class SLQEstimator(AbstractFunctionEstimator):
         k = in_sweeps(k, num_strata)
 
         def excess(value, bracket, deviation):
-            return excess_of_bracket(
-                value, bracket, deviation, operator, k, quantity, num_strata
-            )
+            settings = operator, k, quantity, num_strata
+            return excess_of_bracket(value, bracket, deviation, *settings)
 
         def choose(adaptive):
             # With the first probe. Its form is computed again below: the mean is over
@@ -206,14 +206,6 @@ class SLQEstimator(AbstractFunctionEstimator):
         )
         moments, extremes = streamed.summary
 
-        def probes():
-            # All that the budget allows; those that were not used are zero. The weight
-            # makes Z Z* / budget the mean of z z* over those that were used.
-            budget = largest_budget(k)
-            used = jnp.arange(budget) < streamed.count
-            weight = jnp.sqrt(budget / jnp.maximum(moments.total, 1))
-            return jnp.where(used, weight * draw(operator, jnp.arange(budget)), 0)
-
         # `trace_difference` streams forms of two operators. The domain is checked for the
         # one that is nearer to leaving it.
         estimate = estimate_of_forms(
@@ -231,9 +223,25 @@ class SLQEstimator(AbstractFunctionEstimator):
         return dataclasses.replace(
             estimate,
             num_matvecs=products,
-            probes=probes,
+            probes=ft.partial(
+                self._isotropic_columns, operator, key, largest_budget(k), moments.total
+            ),
             method=f"{type(self).__name__} with {krylov.title}",
         )
+
+    def _isotropic_columns(
+        self,
+        operator: FlatOperator,
+        key: PRNGKeyArray | None,
+        budget: int,
+        count: Real[Array, ""],
+    ) -> Inexact[Array, "n p"]:
+        """All probes Z that the budget allows; those that were not used are zero. The
+        weight makes `Z Z* / budget` the mean of z z* over those that were used."""
+        indices = jnp.arange(budget)
+        weight = jnp.sqrt(budget / jnp.maximum(count, 1))
+        probes = draw_for(operator, self.sampler, key, indices)
+        return jnp.where(indices < count, weight * probes, 0)
 
     def method(
         self, operator: FlatOperator, function: AbstractSpectralFunction
