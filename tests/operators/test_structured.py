@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import scipy.linalg as sl
 import scipy.sparse as sp
+import scipy.special
 from jax.experimental.sparse import BCOO, BCSR
+from jax.scipy.special import logsumexp
 
 import traceax as tx
 
@@ -173,7 +175,7 @@ def answers(operator):
     """All that the structure gives, without a key."""
     solutions = [tx.trace(operator), tx.diagonal(operator), tx.logdet(operator)]
     solutions.append(tx.trace_of_function(operator, tx.Exp(-0.1)))
-    return [*solutions, tx.schatten_norm(operator, 3)]
+    return [*solutions, tx.schatten_norm(operator, 3), tx.log_trace_exp(operator, -2.0)]
 
 
 @pytest.mark.slow(but="float64")
@@ -190,6 +192,7 @@ def test_exact_answers(dtype):
         exact = [np.trace(matrix), np.diag(matrix), np.sum(np.log(np.abs(values)))]
         exact += [np.sum(np.exp(-0.1 * values))]
         exact += [np.sum(np.abs(values) ** 3) ** (1 / 3)]
+        exact += [scipy.special.logsumexp(-2 * values)]
         for solution, number in zip(found[name], exact, strict=True):
             rtol = 100 * np.finfo(dtype).eps
             np.testing.assert_allclose(flat(solution.value), number, rtol=rtol)
@@ -207,10 +210,14 @@ def test_derivatives():
     """In the factors, where eigenvalues are equal too; a second one is refused."""
 
     def total(scale, shift):
-        return sum(tx.logdet(x).value for x, _ in structured(scale, shift).values())
+        operators = [x for x, _ in structured(scale, shift).values()]
+        total = sum(tx.logdet(x).value for x in operators)
+        return total + tx.log_trace_exp(operators[0], 0.1).value
 
     def reference(scale, shift):
-        return sum(jnp.linalg.slogdet(x)[1] for _, x in structured(scale, shift).values())
+        matrices = [x for _, x in structured(scale, shift).values()]
+        total = sum(jnp.linalg.slogdet(x)[1] for x in matrices)
+        return total + logsumexp(0.1 * jnp.linalg.eigvalsh(matrices[0]))
 
     at = 1.3, 0.7
     found = jax.jit(jax.grad(total, (0, 1)))(*at)
@@ -219,6 +226,22 @@ def test_derivatives():
     np.testing.assert_allclose(tangent, found[0], rtol=1e-10)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(jax.grad(total))(*at)
+
+
+def test_derivatives_in_parameters():
+    """Of functions, and of second order in a scale alone."""
+    operator, matrix = structured()["sum"]
+    values = np.linalg.eigvalsh(matrix)
+
+    def total(scale):
+        return tx.trace_of_function(operator, tx.Exp(scale)).value
+
+    found = jax.grad(total)(-0.1)
+    np.testing.assert_allclose(found, np.sum(values * np.exp(-0.1 * values)), rtol=1e-12)
+    weights = np.exp(-0.1 * values) / np.sum(np.exp(-0.1 * values))
+    variance = weights @ values**2 - (weights @ values) ** 2
+    found = jax.grad(jax.grad(lambda s: tx.log_trace_exp(operator, s).value))(-0.1)
+    np.testing.assert_allclose(found, variance, rtol=1e-10)
 
 
 def test_vmap():

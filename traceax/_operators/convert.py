@@ -152,8 +152,9 @@ def sparse(matrix: Any, tags: Any = ()) -> lx.AbstractLinearOperator:
 
     That of [`traceax.as_operator`][], which takes other matrices too: a symmetric or
     Hermitian matrix gets its tag, and a diagonal one becomes a
-    `lineax.DiagonalLinearOperator`. A matvec takes as many operations as there are stored entries, and so does one with
-    the transpose. The trace and the diagonal are exact, without a matvec.
+    `lineax.DiagonalLinearOperator`. A matvec takes as many operations as there are stored
+    entries, and so does one with the transpose. Trace, diagonal and Frobenius norm are
+    exact, without a matvec.
 
     **Raises:**
 
