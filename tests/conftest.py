@@ -177,12 +177,12 @@ def without_exact_answers(monkeypatch):
     """Chosen steps that are too few are told, as for operators that are too large for the
     exact answer. Programs do not depend on what is patched."""
     from traceax._api.diagonal_of_function_task import DiagonalOfFunction
-    from traceax._api.log_trace_exp import _LogTraceExp
+    from traceax._api.log_trace_exp_task import LogTraceExp
     from traceax._api.trace_difference import _TraceDifference
     from traceax._functions.task import AbstractFunctionTask
     from traceax._run.call import _compiled
 
-    tasks = AbstractFunctionTask, _TraceDifference, DiagonalOfFunction, _LogTraceExp
+    tasks = AbstractFunctionTask, _TraceDifference, DiagonalOfFunction, LogTraceExp
     for task in tasks:
         monkeypatch.setattr(task, "exact_limit", lambda self, operator: 0)
     _compiled._cached.clear_cache()

@@ -95,7 +95,7 @@ from ._krylov.arnoldi import Arnoldi
 from ._krylov.base import AbstractKrylovMethod
 from ._krylov.golub_kahan import GolubKahan
 from ._krylov.lanczos import Lanczos
-from ._operators.convert import as_operator
+from ._operators.convert import as_operator, sparse
 from ._operators.curvature import (
     empirical_fisher,
     ggn,
@@ -229,6 +229,7 @@ __all__ = [
     "jacobian_gram",
     "kronecker",
     "kronecker_sum",
+    "sparse",
     "toeplitz",
     # Budgets, devices, samplers, results.
     "AbstractExecution",

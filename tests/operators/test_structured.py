@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import scipy.linalg as sl
 import scipy.sparse as sp
+import scipy.special
+from jax.experimental.sparse import BCOO, BCSR
+from jax.scipy.special import logsumexp
 
 import traceax as tx
 
@@ -51,7 +54,7 @@ def cases(dtype):
         "blocks": (tx.block_diagonal(a, c), sl.block_diag(a, c)),
         "toeplitz": (tx.toeplitz(column, row), sl.toeplitz(column, row)),
         "circulant": (tx.circulant(torus), circulant(torus)),
-        "sparse": (tx.as_operator(sparse), sparse.toarray()),
+        "sparse": (tx.sparse(sparse), sparse.toarray()),
         "mixed": (
             tx.kronecker(tx.toeplitz(column), sparse),
             np.kron(hermitian_toeplitz(column), sparse.toarray()),
@@ -172,7 +175,7 @@ def answers(operator):
     """All that the structure gives, without a key."""
     solutions = [tx.trace(operator), tx.diagonal(operator), tx.logdet(operator)]
     solutions.append(tx.trace_of_function(operator, tx.Exp(-0.1)))
-    return [*solutions, tx.schatten_norm(operator, 3)]
+    return [*solutions, tx.schatten_norm(operator, 3), tx.log_trace_exp(operator, -2.0)]
 
 
 @pytest.mark.slow(but="float64")
@@ -189,6 +192,7 @@ def test_exact_answers(dtype):
         exact = [np.trace(matrix), np.diag(matrix), np.sum(np.log(np.abs(values)))]
         exact += [np.sum(np.exp(-0.1 * values))]
         exact += [np.sum(np.abs(values) ** 3) ** (1 / 3)]
+        exact += [scipy.special.logsumexp(-2 * values)]
         for solution, number in zip(found[name], exact, strict=True):
             rtol = 100 * np.finfo(dtype).eps
             np.testing.assert_allclose(flat(solution.value), number, rtol=rtol)
@@ -206,10 +210,14 @@ def test_derivatives():
     """In the factors, where eigenvalues are equal too; a second one is refused."""
 
     def total(scale, shift):
-        return sum(tx.logdet(x).value for x, _ in structured(scale, shift).values())
+        operators = [x for x, _ in structured(scale, shift).values()]
+        total = sum(tx.logdet(x).value for x in operators)
+        return total + tx.log_trace_exp(operators[0], 0.1).value
 
     def reference(scale, shift):
-        return sum(jnp.linalg.slogdet(x)[1] for _, x in structured(scale, shift).values())
+        matrices = [x for _, x in structured(scale, shift).values()]
+        total = sum(jnp.linalg.slogdet(x)[1] for x in matrices)
+        return total + logsumexp(0.1 * jnp.linalg.eigvalsh(matrices[0]))
 
     at = 1.3, 0.7
     found = jax.jit(jax.grad(total, (0, 1)))(*at)
@@ -218,6 +226,22 @@ def test_derivatives():
     np.testing.assert_allclose(tangent, found[0], rtol=1e-10)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(jax.grad(total))(*at)
+
+
+def test_derivatives_in_parameters():
+    """Of functions, and of second order in a scale alone."""
+    operator, matrix = structured()["sum"]
+    values = np.linalg.eigvalsh(matrix)
+
+    def total(scale):
+        return tx.trace_of_function(operator, tx.Exp(scale)).value
+
+    found = jax.grad(total)(-0.1)
+    np.testing.assert_allclose(found, np.sum(values * np.exp(-0.1 * values)), rtol=1e-12)
+    weights = np.exp(-0.1 * values) / np.sum(np.exp(-0.1 * values))
+    variance = weights @ values**2 - (weights @ values) ** 2
+    found = jax.grad(jax.grad(lambda s: tx.log_trace_exp(operator, s).value))(-0.1)
+    np.testing.assert_allclose(found, variance, rtol=1e-10)
 
 
 def test_vmap():
@@ -254,13 +278,92 @@ def test_sparse_matrices_know_their_diagonal():
     assert tx.trace(duplicates).value == 3
 
 
+def solvable():
+    """Definite operators, and others."""
+    line, general = tagged(laplacian(4)), 3 * np.eye(4) + normal(4, 4) / 4
+    ring, phase = np.array([3.0, -1.0, 0.0, -1.0]), 0.5j ** np.arange(5.0)
+    entries = sp.csr_array(laplacian(7))
+    definite = {
+        "kronecker": tx.kronecker(line, line),
+        "sum": tx.kronecker_sum(line, line),
+        "minus": -tx.kronecker_sum(line, line),
+        "blocks": tx.block_diagonal(line, line),
+        "toeplitz": tx.toeplitz(phase, tags=PSD),
+        "circulant": tx.circulant(ring, PSD),
+        "sparse": tx.sparse(entries, PSD),
+        "rows": tx.sparse(BCSR.from_scipy_sparse(entries), PSD),
+    }
+    return definite, {
+        "kronecker": tx.kronecker(general, line),
+        "sum": tx.kronecker_sum(general, line),
+        "blocks": tx.block_diagonal(general, line),
+        "toeplitz": tx.toeplitz(ring, 0.1 * ring),
+        "circulant": tx.circulant(np.array([3.0, 1.0, 0.5])),
+        "sparse": tx.sparse(sp.csr_array(general)),
+    }
+
+
 def test_linear_solve():
-    line = tagged(laplacian(5))
-    grid = tx.kronecker_sum(line, line)
-    right = jnp.asarray(normal(5, 5))
-    solution = lx.linear_solve(grid, right, lx.CG(rtol=1e-10, atol=1e-10))
-    expected = np.linalg.solve(kronecker_sum(laplacian(5), laplacian(5)), right.ravel())
-    np.testing.assert_allclose(solution.value.ravel(), expected, rtol=1e-8)
+    """By solvers of lineax that apply operators, and by those that read matrices."""
+    definite, general = solvable()
+    steps = {"rtol": 1e-12, "atol": 1e-12}
+    lists = [(definite, lx.CG(**steps)), (general, lx.GMRES(**steps))]
+    lists += [(general, lx.AutoLinearSolver(well_posed=True))]
+
+    def solve(operator, solver):
+        right = jax.tree.map(
+            lambda x: jnp.ones(x.shape, x.dtype), operator.in_structure()
+        )
+        return flat(lx.linear_solve(operator, right, solver).value)
+
+    @eqx.filter_jit
+    def run(lists):
+        return [{i: solve(x, solver) for i, x in xs.items()} for xs, solver in lists]
+
+    for (table, _), found in zip(lists, run(lists), strict=True):
+        for name, operator in table.items():
+            matrix = np.asarray(operator.as_matrix())
+            expected = np.linalg.solve(matrix, np.ones(len(matrix)))
+            np.testing.assert_allclose(found[name], expected, rtol=1e-9, err_msg=name)
+
+
+def test_derivatives_of_linear_solve():
+    """In entries of a sparse matrix, and in a column, through transposed solves."""
+    entries = 3 * np.eye(5) + np.eye(5, k=1)
+    stored = BCOO.fromdense(jnp.asarray(entries))
+    solver = lx.GMRES(rtol=1e-12, atol=1e-12)
+
+    def of(make, x):
+        return jnp.sum(lx.linear_solve(make(x), jnp.ones(5), solver).value ** 2)
+
+    def dense(matrix):
+        return jnp.sum(jnp.linalg.solve(matrix, jnp.ones(5)) ** 2)
+
+    slope = jax.grad(
+        lambda data: of(
+            lambda x: tx.sparse(BCOO((x, stored.indices), shape=(5, 5))), data
+        )
+    )
+    expected = jax.grad(dense)(jnp.asarray(entries))[tuple(stored.indices.T)]
+    np.testing.assert_allclose(slope(stored.data), expected, rtol=1e-9)
+    column = jnp.asarray([3.0, 1.0, 0.0, 0.5, 0.0])
+    slope = jax.grad(lambda x: of(tx.circulant, x))(column)
+    expected = jax.grad(lambda x: dense(tx.circulant(x).as_matrix()))(column)
+    np.testing.assert_allclose(slope, expected, rtol=1e-9)
+
+
+def test_factorisations_of_images():
+    """XLA on CPU refuses Fourier transforms of arrays that are stored by columns."""
+    for operator in (
+        tx.toeplitz(0.5 ** np.arange(9.0)),
+        tx.circulant(np.array([3, -1, -1])),
+    ):
+        matrix, n = np.asarray(operator.as_matrix()), operator.in_size()
+        function = lx.FunctionLinearOperator(
+            operator.mv, operator.in_structure(), lx.symmetric_tag
+        )
+        solution = tx.trace_of_function(function, tx.Exp(-1.0), k=n)
+        np.testing.assert_allclose(solution.value, np.trace(sl.expm(-matrix)), rtol=1e-12)
 
 
 def test_estimates_where_no_rule_is_known():
@@ -282,6 +385,13 @@ def test_estimates_where_no_rule_is_known():
         (lambda: tx.toeplitz(np.ones((2, 2))), ValueError, "`column` must have one axis"),
         (lambda: tx.toeplitz(np.ones(2), np.ones(0)), ValueError, "`row` must have ent"),
         (lambda: tx.circulant(np.float64(1)), ValueError, "`column` must have entries"),
+        (lambda: tx.sparse(np.eye(3)), TypeError, "`matrix` must be a sparse matrix"),
+        (
+            lambda: tx.sparse(BCOO.fromdense(jnp.ones((2, 3, 3)), n_batch=1)),
+            TypeError,
+            "without batch and dense axes",
+        ),
+        (lambda: tx.sparse(sp.eye_array(3), "psd"), TypeError, "`tags` must be tags"),
     ],
 )
 def test_errors(make, error, message):

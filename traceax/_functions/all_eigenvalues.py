@@ -103,21 +103,31 @@ def trace_from_eigenvalues(
         estimate.extra["sign"] = jnp.prod(signs)
     slopes = subgradients_at(function, nodes, operator.eps)
     slopes = jnp.where(function.of_singular_values, signs, 1) * slopes
-    value = _with_slopes(estimate.value, slopes, eigenvalues)
+    value = with_slopes(estimate.value, slopes, eigenvalues)
     return dataclasses.replace(estimate, value=value, samples=value[None], num_matvecs=0)
 
 
+def with_slopes(
+    value: Inexact[Array, ""],
+    slopes: Inexact[Array, " n"],
+    eigenvalues: Real[Array, " n"],
+) -> Inexact[Array, ""]:
+    """The value, with the derivatives `slopes` in the eigenvalues, of first order."""
+    return value + _zero_with_slopes(slopes, eigenvalues)
+
+
 @eqx.filter_custom_jvp
-def _with_slopes(value, slopes, eigenvalues):
-    """The value, with the derivatives `slopes` in the eigenvalues."""
-    return value
+def _zero_with_slopes(slopes, eigenvalues):
+    return jnp.zeros((), slopes.dtype)
 
 
-@_with_slopes.def_jvp
-def _with_slopes_rule(primals, tangents):
-    value, slopes, _ = first_order_only(primals)
-    change = tangents[2]
-    return value, None if change is None else jnp.sum(slopes * change)
+@_zero_with_slopes.def_jvp
+def _zero_with_slopes_rule(primals, tangents):
+    zero, change = _zero_with_slopes(*primals), tangents[1]
+    if change is None:
+        return zero, None
+    slopes, _ = first_order_only(primals)
+    return zero, jnp.sum(slopes * change)
 
 
 def _sum_over(

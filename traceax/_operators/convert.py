@@ -125,6 +125,50 @@ def as_operator(x: Any, like: Any = None, tags: Any = ()) -> lx.AbstractLinearOp
     return convert(x, name="x", like=like, tags=tags)
 
 
+def sparse(matrix: Any, tags: Any = ()) -> lx.AbstractLinearOperator:
+    """The operator of a sparse matrix, of any shape.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import scipy.sparse as sp
+        import traceax as tx
+
+        path = sp.diags_array([-1.0, 3.0, -1.0], offsets=[-1, 0, 1], shape=(400, 400))
+        operator = tx.sparse(path.astype("float32"), lx.positive_semidefinite_tag)
+        solver = lx.CG(rtol=1e-5, atol=1e-5)
+        print(lx.linear_solve(operator, jnp.ones(400), solver).value[200])  # 1.0
+        ```
+
+    **Arguments:**
+
+    - `matrix`: a sparse matrix or array of SciPy, which is copied to the device, or a
+        BCOO or BCSR of `jax.experimental.sparse`, without batch or dense axes.
+    - `tags`: a tag, or several, such as `lineax.positive_semidefinite_tag`.
+
+    **Returns:**
+
+    That of [`traceax.as_operator`][], which takes other matrices too: a symmetric or
+    Hermitian matrix gets its tag, and a diagonal one becomes a
+    `lineax.DiagonalLinearOperator`. A matvec takes as many operations as there are stored
+    entries, and so does one with the transpose. Trace, diagonal and Frobenius norm are
+    exact, without a matvec.
+
+    **Raises:**
+
+    `TypeError` if `matrix` is none of these or does not hold numbers.
+    """
+    if not is_sparse(matrix):
+        raise TypeError(
+            "`matrix` must be a sparse matrix of SciPy, or a BCOO or BCSR without batch "
+            f"and dense axes. Found {_describe(matrix)}. For other matrices, see "
+            "`traceax.as_operator`."
+        )
+    return convert(matrix, name="matrix", tags=tags)
+
+
 def convert(
     x: Any, *, name: str, like: Any = None, tags: Any = (), second: Any = None
 ) -> lx.AbstractLinearOperator:

@@ -88,7 +88,7 @@ def _diagonal(
 
 
 class SparseOperator(AbstractStructuredOperator):
-    """A sparse matrix, BCOO or BCSR: see [`traceax.as_operator`][]."""
+    """A sparse matrix, BCOO or BCSR: see [`traceax.sparse`][]."""
 
     matrix: Any
     tags: frozenset[object] = eqx.field(static=True)

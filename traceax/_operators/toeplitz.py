@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, Complex, Inexact
 
 from .._core.arithmetic import standard_promotion
@@ -24,8 +23,14 @@ from .tags import hermitian_tag
 
 def _transform(column: Inexact[Array, "*n"]) -> Complex[Array, "*m"]:
     """The Fourier transform of an array; of a real one, the half that gives the rest."""
-    column = column.astype(jnp.promote_types(column.dtype, jnp.float32))
+    column = _of_full_precision(column)
     return jnp.fft.fftn(column) if jnp.iscomplexobj(column) else jnp.fft.rfftn(column)
+
+
+def _of_full_precision(x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
+    """In float32 at least: there is no transform in less."""
+    with standard_promotion():
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _convolve(
@@ -55,9 +60,11 @@ class CirculantOperator(AbstractStructuredOperator):
             return _convolve(self.linearise().transform, vector)
 
     def as_matrix(self):
-        eye = jnp.eye(self.column.size, dtype=self.column.dtype)
-        columns = jax.vmap(self.mv)(eye.reshape(-1, *self.column.shape))
-        return columns.reshape(eye.shape).T
+        shape, places = self.column.shape, jnp.arange(self.column.size)
+        points = jnp.unravel_index(places, shape)
+        differences = (x[:, None] - x[None] for x in points)
+        index = tuple(x % size for x, size in zip(differences, shape, strict=True))
+        return self.column[index]
 
     def linearise(self):
         if self.transform is not None:
@@ -79,8 +86,7 @@ class CirculantOperator(AbstractStructuredOperator):
         return jnp.full(self.column.size, self.column.reshape(-1)[0])
 
     def eigenvalues(self, of):
-        column = self.column.astype(jnp.promote_types(self.column.dtype, jnp.float32))
-        return jnp.fft.fftn(column).real.reshape(-1)
+        return jnp.fft.fftn(_of_full_precision(self.column)).real.reshape(-1)
 
 
 class ToeplitzOperator(AbstractStructuredOperator):
@@ -108,9 +114,9 @@ class ToeplitzOperator(AbstractStructuredOperator):
             return _convolve(self.linearise().transform, x)[: self.column.size]
 
     def as_matrix(self):
-        rows, columns = np.indices((self.column.size, self.row.size))
+        rows, columns = jnp.arange(self.column.size), jnp.arange(self.row.size)
         entries = jnp.concatenate([self.row[:0:-1], self.column])
-        return entries[rows - columns + self.row.size - 1]
+        return entries[rows[:, None] - columns[None] + self.row.size - 1]
 
     def linearise(self):
         if self.transform is not None:
