@@ -189,12 +189,7 @@ class LogTraceExp(AbstractTask):
             else:
                 total = jnp.sum(jax.vmap(first_two_moments)(samples - value), axis=0)
             # The first two moments of exp(x_i - value), with the constant `value`.
-            first, second = total / streamed.count
-            if self.sampler.num_strata > 1:
-                # The mean square has the differences between strata, which are no
-                # variance. Without the correction the bias is below the error bar.
-                second = first**2
-            return value + unbiased_log(first, second, streamed.count)
+            return value + self._log_of_mean(total, streamed.count)
 
         errors, _, residuals, _ = streamed.others
         error = sum_of_shares(errors, samples, value) / streamed.count
@@ -228,6 +223,17 @@ class LogTraceExp(AbstractTask):
             bounds=bounds,
             method=f"Gauss rules of {self.krylov.title}",
         )
+
+    def _log_of_mean(
+        self, total: Real[Array, "2"], count: Int[Array, ""] | int
+    ) -> Real[Array, ""]:
+        """The logarithm of the mean, from the sums of samples and of their squares."""
+        first, second = total / count
+        if self.sampler.num_strata > 1:
+            # The mean square has the differences between strata, which are no variance.
+            # Without the correction the bias is below the error bar.
+            second = first**2
+        return unbiased_log(first, second, count)
 
     def _summarise(self, outs, valid) -> tuple:
         """The moments of the samples of a device, and the range of their Ritz values."""
