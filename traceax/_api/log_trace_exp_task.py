@@ -21,7 +21,6 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.solution import Estimate
-from .._core.strata import StratifiedMoments
 from .._functions.all_eigenvalues import bounds_around, with_slopes
 from .._functions.log_exponential import (
     first_two_moments,
@@ -203,8 +202,6 @@ class LogTraceExp(AbstractTask):
         # Half the width of the bracket, without rounding, which steps do not reduce.
         missed = excess(error / 2 - rounding, target) > 1
         step_stats, too_few_steps = steps.report(missed)
-        if isinstance(moments.scaled, StratifiedMoments):
-            step_stats |= moments.scaled.statistics(scalar=True)
         return Estimate(
             value=attach_derivative(value, differentiable_value),
             std_err=std_err,
@@ -217,7 +214,7 @@ class LogTraceExp(AbstractTask):
                 "gradient_residual": residuals,
                 "ritz_values": extremes,
                 "quadrature_error": error,
-                **(step_stats | streamed.loop.extra),
+                **(step_stats | streamed.loop.extra | moments.scaled.statistics()),
             },
             state=steps.state(streamed.loop.state),
             bounds=bounds,

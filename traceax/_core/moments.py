@@ -196,6 +196,10 @@ class Moments(eqx.Module):
         """The number of samples; for samples from strata not their `count`."""
         return self.count
 
+    def statistics(self, *, scalar: bool = True) -> dict[str, Array]:
+        """Entries of `stats` from which intervals are made, beyond the samples."""
+        return {}
+
     @property
     def mean(self) -> Inexact[Array, "*q"]:
         """The mean, of the shape of one sample, complex if samples are."""

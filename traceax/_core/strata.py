@@ -147,9 +147,9 @@ class StratifiedMoments(eqx.Module):
         total = jnp.sum(errors**2, axis=0)
         return jnp.sqrt(self.count) * third / jnp.where(total > 0, total, 1) ** 1.5
 
-    def statistics(self, *, scalar: bool) -> dict[str, Array]:
+    def statistics(self, *, scalar: bool = True) -> dict[str, Array]:
         """Entries of `stats` from which intervals are made: samples do not show from
-        which stratum they are."""
+        which stratum they are. Samples that are no `scalar` have a skewness already."""
         statistics = {"freedom": self.count - 1}
         if scalar:
             statistics["skewness"] = self.skewness

@@ -175,11 +175,10 @@ class AbstractStreamingEstimator(AbstractEstimator):
             quantity=quantity,
         )
         (moments,) = streamed.summary
-        extra = streamed.loop.extra
-        if isinstance(moments.samples, StratifiedMoments):
-            extra |= moments.samples.statistics(scalar=scalar)
-            if scalar and (changes := streamed.others[0][2]) is not None:
-                extra |= {"gain": _gain(changes, moments.samples, streamed.count)}
+        extra = streamed.loop.extra | moments.samples.statistics(scalar=scalar)
+        if isinstance(moments.samples, StratifiedMoments) and is_trace(quantity):
+            changes = streamed.others[0][2]
+            extra |= {"gain": _gain(changes, moments.samples, streamed.count)}
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),

@@ -235,9 +235,7 @@ def estimate_of_forms(
         "ritz_values": extremes,
         "sample_brackets": sample_errors[:, :2],
         "bracket": convergence.bracket,
-    }
-    if isinstance(moments.forms, StratifiedMoments):
-        extra |= moments.forms.statistics(scalar=True)
+    } | moments.forms.statistics()
     in_domain = check_domain(function, operator, extremes, mean)
     std_err, unresolved = moments.std_err(), jnp.hypot(unresolved, common)
     precise = check_precision(
