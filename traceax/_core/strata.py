@@ -165,11 +165,29 @@ class StratifiedMoments(eqx.Module):
             return std_err
         # Few samples of an entry that interacts with one or two others of its colour are
         # often equal by chance. So an entry gets the mean of its own variance and that of
-        # all entries, if that is larger.
+        # the entries near it, if that is larger.
         errors, largest = self._errors
-        pooled = jnp.sqrt((errors**2 + jnp.mean(errors**2)) / 2)
+        pooled = jnp.sqrt((errors**2 + _mean_of_group(errors**2)) / 2)
         steady = largest * jnp.maximum(errors, pooled) / self.num_strata
         return jnp.where(count < FEW_SIGNS, steady, std_err)
+
+
+# So many consecutive entries have samples that are equal by chance with a probability of
+# 2^-32 at most. They are few, so that the bars of a grid follow its regions: with a mean
+# over all entries the widest bars would widen all others, by up to 300 where it was seen.
+_GROUP = 32
+
+
+def _mean_of_group(x: Real[Array, " n"]) -> Real[Array, " n"]:
+    """For each entry the mean of the `_GROUP` consecutive entries that it is among."""
+    num_groups = -(-x.size // _GROUP)
+    group = jnp.arange(x.size) // _GROUP
+    ones = jnp.ones_like(x)
+    sums, counts = (
+        jax.ops.segment_sum(y, group, num_groups, indices_are_sorted=True)
+        for y in (x, ones)
+    )
+    return (sums / counts)[group]
 
 
 def moments_of(
