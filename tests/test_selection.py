@@ -16,7 +16,8 @@ from .conftest import ALL_ITEMS, case_of, kept
 TESTS = Path(__file__).parent
 # What calls return or are given by other parts, which tests need not name.
 RETURNED = {"DiagonalPreconditioner", "DynamicState", "OperatorReport", "Preconditioner"}
-RETURNED |= {"RESULTS", "Sketch", "Solution", "SpectralDensity"}
+RETURNED |= {"Eigenpairs", "RESULTS", "SingularTriplets", "Sketch", "Solution"}
+RETURNED |= {"SpectralDensity"}
 PUBLIC = {
     name
     for name, value in vars(tx).items()
