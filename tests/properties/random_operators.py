@@ -254,6 +254,20 @@ def by(function, *arguments):
     return lambda operator, _, settings: function(operator, *arguments, **settings)
 
 
+def colours(n):
+    """Of five colours, or fewer: the entries by turns."""
+    return tx.ColouredSampler(np.arange(n) % min(n, 5))
+
+
+def coloured_trace(operator, matrix, settings):
+    estimator = tx.HutchinsonEstimator(colours(len(matrix)))
+    return tx.trace(operator, estimator, **settings)
+
+
+def coloured_logdet(operator, matrix, settings):
+    return tx.logdet(operator, tx.SLQEstimator(colours(len(matrix))), **settings)
+
+
 def leaf_traces(matrix):
     n = len(matrix)
     rows = max(0, n - 4) // 3
@@ -376,6 +390,7 @@ QUANTITIES = {
     "trace": Quantity(by(tx.trace), np.trace, samples=10),
     "trace-psd": Quantity(by(tx.trace), np.trace, "psd", samples=10),
     "hutchinson": Quantity(by(tx.trace, tx.HutchinsonEstimator()), np.trace),
+    "coloured": Quantity(coloured_trace, np.trace),
     "hutchpp": Quantity(by(tx.trace, tx.HutchPlusPlusEstimator()), np.trace, samples=10),
     "xtrace": Quantity(by(tx.trace, tx.XTraceEstimator()), np.trace, samples=10),
     "nystrompp": Quantity(
@@ -421,6 +436,7 @@ QUANTITIES = {
         krylov=True,
     ),
     "logdet": Quantity(by(tx.logdet), logdet, **DEFINITE),
+    "coloured-logdet": Quantity(coloured_logdet, logdet, **DEFINITE),
     "logdet-general": Quantity(
         by(tx.logdet),
         logdet,
@@ -508,6 +524,7 @@ LINEAR = {
     "trace",
     "trace-psd",
     "hutchinson",
+    "coloured",
     "hutchpp",
     "xtrace",
     "nystrompp",
@@ -529,6 +546,7 @@ SHORT = {
     call.quantity: call
     for call in [
         Call("trace"),
+        Call("coloured"),
         Call("hutchpp", jnp.float64),
         Call("nystrompp"),
         Call("xnystrace", jnp.complex64, k=20),
@@ -539,6 +557,7 @@ SHORT = {
         Call("laplacian"),
         Call("schatten-1", k=20),
         Call("logdet", k=20),
+        Call("coloured-logdet", k=20),
         Call("logdet-general", k=20),
         Call("entropy", jnp.float64, k=20),
         Call("inverse", jnp.float64, k=20, num_steps=None),
