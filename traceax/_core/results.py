@@ -67,9 +67,9 @@ with a preconditioner P they belong to `P^(-1/2) A P^(-1/2)`.
 Likely causes:
 
 (a) the operator has an eigenvalue that is not positive; if it is tagged semidefinite, the
-    tag is wrong. Add a multiple of the identity (`jitter`), pass a basis of the null space
-    (`null_space`), or for a log-determinant leave the tag out, and `traceax.logdet` takes
-    the absolute value; or
+    tag is wrong. Add a multiple of the identity (`jitter`), pass a basis of the null
+    space (`null_space`), or for a log-determinant leave the tag out, and `traceax.logdet`
+    takes the absolute value; or
 
 (b) the operator is not Hermitian; or
 
