@@ -151,7 +151,7 @@ class LogTraceExpUntagged(AbstractTask):
 
     @property
     def min_matvecs(self) -> int:
-        return self.estimator.min_probes
+        return self.estimator.sampler.num_strata
 
     @property
     def fallback(self) -> str:

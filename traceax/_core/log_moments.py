@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
 from .moments import Moments
-from .strata import moments_of, Strata, StratifiedMoments
+from .strata import merge_moments, moments_of, Strata, StratifiedMoments
 
 
 class LogMoments(eqx.Module):
@@ -34,7 +34,7 @@ class LogMoments(eqx.Module):
         shift = _largest_valid(parts.shift, nonempty)
         factor = jnp.where(nonempty, jnp.exp(parts.shift - shift), 0)
         scaled = jax.vmap(lambda part, factor: part.scaled(factor))(parts.scaled, factor)
-        return cls(shift, scaled.merge(scaled))
+        return cls(shift, merge_moments(scaled))
 
     @property
     def count(self) -> Real[Array, "*parts"]:

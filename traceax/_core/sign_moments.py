@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .moments import align, FEW_SIGNS, Moments
-from .strata import moments_of, Strata, StratifiedMoments
+from .strata import merge_moments, moments_of, Strata, StratifiedMoments
 
 
 # The error bar of tied samples, in standard errors of their marks. With this factor 95%
@@ -80,9 +80,9 @@ class SignMoments(eqx.Module):
         largest = lambda x: jnp.max(x, axis=0)  # noqa: E731
         size, floor = jax.tree.map(largest, (parts.size, parts.floor))
         return cls(
-            samples=parts.samples.merge(parts.samples),
+            samples=merge_moments(parts.samples),
             size=size,
-            marks=None if parts.marks is None else parts.marks.merge(parts.marks),
+            marks=None if parts.marks is None else merge_moments(parts.marks),
             floor=floor,
             near=parts.near,
         )

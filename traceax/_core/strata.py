@@ -190,6 +190,13 @@ def _mean_of_group(x: Real[Array, " n"]) -> Real[Array, " n"]:
     return (sums / counts)[group]
 
 
+def merge_moments(parts: Moments | StratifiedMoments) -> Moments | StratifiedMoments:
+    """The moments of the union of several stacked sets of samples."""
+    if isinstance(parts, Moments):
+        return Moments.merge(parts)
+    return StratifiedMoments.merge(parts)
+
+
 def moments_of(
     samples: Inexact[Array, "m ..."],
     valid: Bool[Array, " m"],

@@ -22,7 +22,7 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler
 from .._core.solution import Estimate
-from .._core.strata import moments_of, Strata, StratifiedMoments
+from .._core.strata import merge_moments, moments_of, Strata, StratifiedMoments
 from .._quadrature.convergence import Convergence
 from .._quadrature.domain import check_domain
 from .._quadrature.functions import AbstractSpectralFunction
@@ -78,10 +78,10 @@ class FormMoments(eqx.Module):
     @classmethod
     def merge(cls, parts: "FormMoments") -> "FormMoments":
         """One summary from several that are stacked."""
-        forms = parts.forms.merge(parts.forms)
+        forms = merge_moments(parts.forms)
         share = parts.total / jnp.maximum(forms.total, 1)
         means = jnp.sum(share[:, None].astype(parts.means.dtype) * parts.means, axis=0)
-        return cls(forms, parts.errors.merge(parts.errors), means)
+        return cls(forms, merge_moments(parts.errors), means)
 
     @property
     def count(self) -> Real[Array, "*parts"]:

@@ -13,7 +13,7 @@ docs/devdocs/quadrature.md.
 
 import dataclasses
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real, Scalar
@@ -118,10 +118,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     sampler: AbstractSampler = RademacherSampler()
     krylov: AbstractKrylovMethod | None = None
     lower_bound: Scalar | float | None = None
-
-    @property
-    def min_probes(self) -> int:  # pyright: ignore
-        return self.sampler.num_strata
+    min_probes: ClassVar[int] = 1
 
     def __check_init__(self):
         check_instance("sampler", self.sampler, AbstractSampler, "RademacherSampler()")

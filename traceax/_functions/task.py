@@ -70,7 +70,7 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
 
     @property
     def min_matvecs(self) -> int:
-        return self.estimator.min_probes
+        return max(self.estimator.min_probes, self.estimator.sampler.num_strata)
 
     @property
     def fallback(self) -> str:

@@ -52,8 +52,8 @@ class _Factored(AbstractStructuredOperator):
         return type(self)(tuple(map(fn, self.factors)))
 
     def eigenvalues(self, of):
-        parts = list(map(of, self.factors))
-        return None if any(x is None for x in parts) else self._joined(parts)
+        parts = [x for x in map(of, self.factors) if x is not None]
+        return self._joined(parts) if len(parts) == len(self.factors) else None
 
     @abc.abstractmethod
     def _joined(self, parts: list[Real[Array, " m"]]) -> Real[Array, " n"]:
@@ -143,14 +143,14 @@ class KroneckerOperator(_OnGrid):
 
     def determinant(self, of):
         """`det(A (x) B) = det(A)^m det(B)^n` for sizes n and m."""
-        dets = list(map(of, self.factors))
-        if any(det is None for det in dets):
+        dets = [det for det in map(of, self.factors) if det is not None]
+        if len(dets) < len(self.factors):
             return None
         size = self.in_size()
         powers = [size // factor.in_size() for factor in self.factors]
         pairs = list(zip(dets, powers, strict=True))
-        sign = math.prod(det.sign**power for det, power in pairs)
-        return SignLog(sign, sum(power * det.log for det, power in pairs))
+        sign = ft.reduce(jnp.multiply, [det.sign**power for det, power in pairs])
+        return SignLog(sign, ft.reduce(jnp.add, [m * det.log for det, m in pairs]))
 
 
 class KroneckerSumOperator(_OnGrid):
@@ -199,11 +199,11 @@ class BlockDiagonalOperator(_Factored):
         return jnp.concatenate(parts)
 
     def determinant(self, of):
-        dets = list(map(of, self.factors))
-        if any(det is None for det in dets):
+        dets = [det for det in map(of, self.factors) if det is not None]
+        if len(dets) < len(self.factors):
             return None
-        sign = math.prod(det.sign for det in dets)
-        return SignLog(sign, sum(det.log for det in dets))
+        sign = ft.reduce(jnp.multiply, [det.sign for det in dets])
+        return SignLog(sign, ft.reduce(jnp.add, [det.log for det in dets]))
 
 
 def kronecker(*operators: OperatorLike) -> lx.AbstractLinearOperator:

@@ -3,14 +3,14 @@ them once for all functions of lineax."""
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
 
-_PROPERTIES = {
+_PROPERTIES: dict[Any, Any] = {
     lx.symmetric_tag: lx.is_symmetric,
     lx.diagonal_tag: lx.is_diagonal,
     lx.tridiagonal_tag: lx.is_tridiagonal,

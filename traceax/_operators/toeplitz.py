@@ -33,9 +33,9 @@ def _of_full_precision(x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _convolve(
-    transform: Complex[Array, "*m"], x: Inexact[Array, "*n"]
-) -> Inexact[Array, "*n"]:
+def _convolve(operator: Any, x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
+    """With the column of an operator that knows the transform of it."""
+    transform = operator.transform
     if jnp.iscomplexobj(x):
         return jnp.fft.ifftn(transform * jnp.fft.fftn(x)).astype(x.dtype)
     image = jnp.fft.irfftn(transform * _transform(x), x.shape)
@@ -57,7 +57,7 @@ class CirculantOperator(AbstractStructuredOperator):
 
     def mv(self, vector):
         with standard_promotion():
-            return _convolve(self.linearise().transform, vector)
+            return _convolve(self.linearise(), vector)
 
     def as_matrix(self):
         shape, places = self.column.shape, jnp.arange(self.column.size)
@@ -111,7 +111,7 @@ class ToeplitzOperator(AbstractStructuredOperator):
     def mv(self, vector):
         with standard_promotion():
             x = jnp.pad(vector, (0, self._length - vector.size))
-            return _convolve(self.linearise().transform, x)[: self.column.size]
+            return _convolve(self.linearise(), x)[: self.column.size]
 
     def as_matrix(self):
         rows, columns = jnp.arange(self.column.size), jnp.arange(self.row.size)
