@@ -163,6 +163,11 @@ def square_errors(estimate, exact, sampler, k):
     return (np.asarray(found) / exact - 1) ** 2
 
 
+def plain(x, digits) -> str:
+    """Rounded, and without a power of ten up to a million."""
+    return f"{float(f'{x:.{digits}g}'):g}"
+
+
 def gains(cases) -> None:
     print(f"Relative standard deviations and gains in variance, {KEYS} keys:\n")
     head(
@@ -178,13 +183,16 @@ def gains(cases) -> None:
         found, luck = errors.mean(axis=1), errors.var(axis=1, ddof=1) / KEYS
         gain = found[0] / found[1]
         noise = gain * np.sum(luck / found**2) ** 0.5
-        cells = (
-            f"{x:.1e}"
-            for pair in zip(expected, found, strict=True)
-            for x in np.sqrt(pair)
+        pairs = np.sqrt(np.stack([expected, found], axis=1))
+        cells = (f"{x:.1e}" for x in pairs.ravel())
+        exact_gain = plain(expected[0] / expected[1], 3)
+        row(
+            case.name,
+            str(p),
+            *cells,
+            exact_gain,
+            f"{plain(gain, 2)} +- {plain(noise, 1)}",
         )
-        exact_gain = f"{expected[0] / expected[1]:.3g}"
-        row(case.name, str(p), *cells, exact_gain, f"{gain:.2g} +- {noise:.1g}")
 
 
 def fourier_modes(side, count):
