@@ -293,10 +293,11 @@ def of_norms(dtype):
     scalar = jnp.asarray(normal(1, dtype=dtype)[0])
     for name in ("sum", "circulant", "square"):
         operator, matrix = table[name]
+        matrix = matrix.astype(dtype)
         identity = lx.IdentityLinearOperator(operator.in_structure())
         shifted = matrix - matrix[0, 0] * np.eye(len(matrix), dtype=dtype)
         # The diagonal of a circulant cancels.
-        moved = scalar * (operator - jnp.asarray(matrix[0, 0]) * identity)
+        moved = scalar * (operator - jnp.asarray(matrix[0, 0], dtype) * identity)
         table[f"moved {name}"] = moved, np.asarray(scalar) * shifted
         table[f"nested {name}"] = (
             tx.kronecker(moved, tx.block_diagonal(operator, matrix)) / 3,
@@ -305,7 +306,7 @@ def of_norms(dtype):
     diagonal = normal(12, dtype=dtype)
     operator, matrix = table["sum"]
     table["noise"] = (
-        -(lx.DiagonalLinearOperator(jnp.asarray(diagonal)) + operator),
+        -(lx.DiagonalLinearOperator(jnp.asarray(diagonal.reshape(4, 3))) + operator),
         matrix + np.diag(diagonal),
     )
     stored, places = normal(4, dtype=dtype), np.array([[0, 0], [1, 2], [0, 0], [3, 9]])
@@ -360,8 +361,9 @@ def test_budgets_and_estimators_of_norms():
 
 def test_derivatives_of_norms():
     """Also where rows and entries are 0."""
-    a, b = normal(3, 3, dtype=np.complex128), np.diag([1.0, 0.0, 2.0])
-    a[1], b[0, 2], column = 0, 0.5, np.array([2.0, 0.0, -1.0])
+    a, column = normal(3, 3, dtype=np.complex128), np.array([2.0j, 0.0, -1.0])
+    b = np.diag([1.0, 0.0, 2.0j])
+    a[1], b[0, 2] = 0, 0.5
 
     def operators(a, b, column):
         total = tx.kronecker_sum(tx.circulant(column), b)
