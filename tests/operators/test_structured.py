@@ -278,6 +278,147 @@ def test_sparse_matrices_know_their_diagonal():
     assert tx.trace(duplicates).value == 3
 
 
+def norms(operator, k=10):
+    """Both norms, without a key."""
+    return tx.frobenius_norm(operator, k=k), tx.row_norms(operator, k=k)
+
+
+def of_norms(dtype):
+    """More operators with their matrices: sums, multiples, other shapes."""
+    table, (column, row) = cases(dtype), (normal(n, dtype=dtype) for n in (6, 15))
+    shapes = {"wide": (column, row), "square": (row[:6], column), "tall": (row, row[:1])}
+    table |= {
+        name: (tx.toeplitz(*ends), sl.toeplitz(*ends)) for name, ends in shapes.items()
+    }
+    scalar = jnp.asarray(normal(1, dtype=dtype)[0])
+    for name in ("sum", "circulant", "square"):
+        operator, matrix = table[name]
+        matrix = matrix.astype(dtype)
+        identity = lx.IdentityLinearOperator(operator.in_structure())
+        shifted = matrix - matrix[0, 0] * np.eye(len(matrix), dtype=dtype)
+        # The diagonal of a circulant cancels.
+        moved = scalar * (operator - jnp.asarray(matrix[0, 0], dtype) * identity)
+        table[f"moved {name}"] = moved, np.asarray(scalar) * shifted
+        table[f"nested {name}"] = (
+            tx.kronecker(moved, tx.block_diagonal(operator, matrix)) / 3,
+            np.kron(table[f"moved {name}"][1], sl.block_diag(matrix, matrix)) / 3,
+        )
+    diagonal = normal(12, dtype=dtype)
+    operator, matrix = table["sum"]
+    table["noise"] = (
+        -(lx.DiagonalLinearOperator(jnp.asarray(diagonal.reshape(4, 3))) + operator),
+        matrix + np.diag(diagonal),
+    )
+    stored, places = normal(4, dtype=dtype), np.array([[0, 0], [1, 2], [0, 0], [3, 9]])
+    twice = BCOO((jnp.asarray(stored), jnp.asarray(places)), shape=(3, 3))
+    entries = np.zeros((3, 3), dtype)
+    entries[0, 0], entries[1, 2] = stored[0] + stored[2], stored[1]
+    table["duplicates"] = tx.sparse(twice), entries
+    duplicates = sp.coo_array((stored[:3], ([2, 2, 1], [0, 0, 1])), shape=(3, 4))
+    table["duplicates of SciPy"] = tx.sparse(duplicates), duplicates.toarray()
+    table["zero"] = (
+        tx.kronecker(np.zeros((2, 3), dtype), stored[:, None]),
+        np.zeros((8, 3)),
+    )
+    return table
+
+
+@pytest.mark.slow(but="complex128")
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
+def test_norms(dtype):
+    table = of_norms(dtype)
+    found = eqx.filter_jit(lambda xs: {name: norms(x) for name, x in xs.items()})(
+        {name: operator for name, (operator, _) in table.items()}
+    )
+    for name, (_, matrix) in table.items():
+        total, rows = found[name]
+        exact, rtol = np.linalg.norm(matrix, axis=1), 50 * np.finfo(dtype).eps
+        np.testing.assert_allclose(flat(rows.value), exact, rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(total.value, np.linalg.norm(exact), rtol=rtol)
+        assert total.value.dtype == np.finfo(dtype).dtype
+        for solution in (total, rows):
+            assert solution.successful
+            assert not flat(solution.std_err).any()
+            assert solution.stats["num_matvecs"] == 0
+
+
+def test_budgets_and_estimators_of_norms():
+    """All of them take what is known; a factor without stored entries is not known."""
+    a, b = normal(4, 4), normal(6, 6)
+    exact = np.linalg.norm(np.kron(a, b))
+    for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):
+        for k in (4, tx.Adaptive(rtol=1e-3)):
+            solution = tx.frobenius_norm(tx.kronecker(a, b), estimator, k=k)
+            np.testing.assert_allclose(solution.value, exact, rtol=1e-13)
+            assert solution.stats["exact"]
+    function = lx.FunctionLinearOperator(
+        lambda x: b @ x, jax.ShapeDtypeStruct((6,), float)
+    )
+    solution = tx.frobenius_norm(tx.kronecker(a, function), k=10, key=KEY)
+    assert solution.stats["num_matvecs"] == 10
+    assert abs(solution.value - exact) < 5 * solution.std_err
+
+
+def test_derivatives_of_norms():
+    """Also where rows and entries are 0."""
+    a, column = normal(3, 3, dtype=np.complex128), np.array([2.0j, 0.0, -1.0])
+    b = np.diag([1.0, 0.0, 2.0j])
+    a[1], b[0, 2] = 0, 0.5
+
+    def operators(a, b, column):
+        total = tx.kronecker_sum(tx.circulant(column), b)
+        line = tx.sparse(BCOO.fromdense(b, nse=4))
+        return tx.kronecker(a, b), 2 * total, tx.toeplitz(column, column[:2]), line
+
+    def value(norm, *parts):
+        return sum(norm(x) for x in operators(*parts))
+
+    def known(x):
+        total, rows = norms(x)
+        return total.value + jnp.sum(flat(rows.value))
+
+    def dense(x):
+        squares = jnp.sum(jnp.abs(x.as_matrix()) ** 2, axis=1)
+        roots = jnp.sqrt(jnp.where(squares > 0, squares, 1))
+        return jnp.sqrt(jnp.sum(squares)) + jnp.sum(jnp.where(squares > 0, roots, 0))
+
+    parts = tuple(map(jnp.asarray, (a, b, column)))
+    found, expected = (
+        jax.jit(jax.grad(lambda *parts, norm=norm: value(norm, *parts), (0, 1, 2)))(
+            *parts
+        )
+        for norm in (known, dense)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-13)
+    scales = jnp.asarray([0.5, 2.0])
+    together = jax.vmap(lambda s: known(operators(s * a, b, column)[0]))(scales)
+    np.testing.assert_allclose(together, scales * together[1] / 2, rtol=1e-12)
+
+
+def test_range_of_norms():
+    """Squares out of range are flagged, and infinite; factors may be out of range where
+    their product is not."""
+    matrix = normal(3, 3, dtype=np.float32)
+    small, large = matrix * np.float32(1e-30), matrix * np.float32(1e30)
+    for operator in (tx.kronecker(small, matrix), tx.kronecker_sum(large, matrix)):
+        for norm in (tx.frobenius_norm, tx.row_norms):
+            solution = norm(operator, throw=False)
+            assert np.all(np.isinf(flat(solution.value)))
+            assert solution.result == tx.RESULTS.nonfinite_product
+    for operator, dense in (
+        (tx.kronecker(small, large), np.kron(small, large)),
+        (tx.kronecker(tx.toeplitz(small[0]), large), None),
+        (tx.kronecker(tx.circulant(small[0]), tx.sparse(sp.csr_array(large))), None),
+        (1e30 * tx.kronecker_sum(small, small), None),
+    ):
+        dense = np.asarray(operator.as_matrix()) if dense is None else dense
+        total, rows = norms(operator)
+        exact = np.linalg.norm(dense.astype(float), axis=1)
+        np.testing.assert_allclose(flat(rows.value), exact, rtol=1e-5)
+        np.testing.assert_allclose(total.value, np.linalg.norm(exact), rtol=1e-5)
+
+
 def solvable():
     """Definite operators, and others."""
     line, general = tagged(laplacian(4)), 3 * np.eye(4) + normal(4, 4) / 4

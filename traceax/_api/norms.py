@@ -68,7 +68,8 @@ def frobenius_norm(
         PyTrees; let it have m rows and n columns.
     - `k`: the number of matvecs, with the adjoint included, a Python integer or
         [`traceax.Adaptive`][]. With `k >= min(m, n)` the answer is exact, from n matvecs,
-        or where m is smaller from m matvecs with the adjoint.
+        or where m is smaller from m matvecs with the adjoint. Operators of known
+        structure, as [`traceax.kronecker`][], and sparse matrices need none.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
     - `estimator`: an estimator whose samples are matvecs with random vectors, as
         [`traceax.HutchinsonEstimator`][], the default. Any other estimator of the trace

@@ -55,12 +55,15 @@ class AbstractQuantity(eqx.Module):
     - `linear`: whether the quantity is linear in the operator.
     - `diagonal_only`: whether it depends on the diagonal alone. Where lineax knows the
         diagonal, the quantity is then `read(ones, diagonal)`.
+    - `rows_only`: whether it depends on the norms of the rows alone. Where the structure
+        of the operator gives them, the quantity is then `read(ones, norms)`.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
     """
 
     linear: ClassVar[bool] = True
     diagonal_only: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -174,9 +177,10 @@ class RowNorms(_Structured):
     """`|e_i* A|` for each row i, from its square, with the structure of an image."""
 
     linear: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-        return _keep_nonzero((image * image.conj()).real, image != 0)
+        return keep_nonzero((image * image.conj()).real, image != 0)
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
@@ -229,10 +233,11 @@ class FrobeniusNorm(AbstractQuantity):
     """`||A||_F`, a real scalar, from its square."""
 
     linear: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
         square = jnp.vdot(image, image, precision="highest").real
-        return _keep_nonzero(square, jnp.any(image != 0))
+        return keep_nonzero(square, jnp.any(image != 0))
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
@@ -331,7 +336,7 @@ def _repeat(left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
     return left if left.shape == image.shape else jnp.resize(left, image.shape)
 
 
-def _keep_nonzero(square: Array, nonzero: Array) -> Array:
+def keep_nonzero(square: Array, nonzero: Array) -> Array:
     """Raise the square of a nonzero number that underflows to the smallest normal number.
     As 0 it would pass for the exact answer, with a zero error bar."""
     smallest = jnp.finfo(square.dtype).tiny

@@ -15,7 +15,7 @@ from .._operators.convert import OperatorLike
 from .._operators.door import enter, Facts
 from .._operators.gram import gram
 from .._run.budget import Budget, default_max_k
-from .._run.exact import exact, exact_from_diagonal, squares_of_rows
+from .._run.exact import exact, exact_from_vector, squares_of_rows
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 
@@ -195,6 +195,8 @@ class Measurement(AbstractTask):
         return re.sub(r"(?<!^)(?=[A-Z])", " ", name).capitalize()
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
+        if self.quantity.rows_only and facts.rows is not None:
+            return 0
         if self.estimator.takes_known_diagonal and self.quantity.diagonal_only:
             return facts.diagonal_cost
         if self.quantity.linear:
@@ -212,11 +214,13 @@ class Measurement(AbstractTask):
     ) -> Estimate:
         quantity = self.quantity
         of_gram = quantity.of_gram()
-        if of_gram is not None and operator.num_rows < operator.size:
+        if quantity.rows_only and facts.rows is not None:
+            answer = exact_from_vector(quantity, facts.rows, 0)
+        elif of_gram is not None and operator.num_rows < operator.size:
             squares = squares_of_rows(operator, execution)
-            answer = exact_from_diagonal(of_gram, squares, operator.num_rows)
+            answer = exact_from_vector(of_gram, squares, operator.num_rows)
         elif quantity.diagonal_only and facts.diagonal is not None:
-            answer = exact_from_diagonal(quantity, facts.diagonal, facts.diagonal_cost)
+            answer = exact_from_vector(quantity, facts.diagonal, facts.diagonal_cost)
         else:
             answer = exact(quantity, operator, execution)
         if answer.samples is None:

@@ -42,7 +42,7 @@ class WithoutNullSpace(AbstractFunctionSubspaceTask):
     columns: Inexact[Array, "n r"]
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
-        facts = Facts(None, None, facts.spectrum, operator.size)
+        facts = Facts(None, None, facts.spectrum, None, operator.size)
         return self.task.exact_cost(operator, facts)
 
     def exact(
@@ -132,7 +132,7 @@ class _Complement(eqx.Module):
             order = jnp.argsort(jnp.argsort(jnp.abs(eigenvalues)))
             zero = order < self.rank
             spectrum = Spectrum(jnp.where(zero, self.level, eigenvalues))
-        return Facts(None, None, spectrum, self.operator.size)
+        return Facts(None, None, spectrum, None, self.operator.size)
 
     def finish(self, estimate: Estimate) -> Estimate:
         extra = estimate.extra | {"null_space_residual": self.residual}

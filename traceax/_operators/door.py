@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, DTypeLike, Inexact, PyTree
+from jaxtyping import Array, DTypeLike, Inexact, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.checks import explain_index_overflow
@@ -25,6 +25,7 @@ from .._core.linearity import why_not_linear
 from .checks import checked_operator
 from .determinant import SignLog, structured_log_det
 from .diagonal import diagonal_cost
+from .rows import rows_of
 from .spectrum import Spectrum, spectrum_of
 from .tags import dtypes, Symmetry, symmetry_of
 
@@ -36,12 +37,15 @@ class Facts(eqx.Module):
     - `determinant`: its sign and logarithm, where the structure gives them; else None.
     - `spectrum`: all eigenvalues of a Hermitian operator, where the structure gives them;
         else None.
+    - `rows`: the norm of each row, shape `(m,)`, where the structure gives them; else
+        None.
     - `diagonal_cost`: the number of matvecs that the diagonal costs, n at most.
     """
 
     diagonal: Inexact[Array, " n"] | None
     determinant: SignLog | None
     spectrum: Spectrum | None
+    rows: Real[Array, " m"] | None
     diagonal_cost: int = eqx.field(static=True)
 
 
@@ -155,12 +159,16 @@ _trace = jax.jit(_open, static_argnums=0)
 def _facts(operator: lx.AbstractLinearOperator) -> Facts:
     cost, size = diagonal_cost(operator), operator.in_size()
     square = operator.in_structure() == operator.out_structure()
+    dtype, _ = dtypes(operator)
     diagonal = None
     # A diagonal at the cost of n matvecs is no fact: it costs as much as an exact answer.
     if square and cost < size:
-        diagonal = lx.diagonal(operator).astype(dtypes(operator)[0])
+        diagonal = lx.diagonal(operator).astype(dtype)
     determinant, spectrum = structured_log_det(operator), spectrum_of(operator)
-    return Facts(diagonal, determinant, spectrum, cost)
+    rows = rows_of(operator)
+    if rows is not None:
+        rows = rows.norms.astype(jnp.finfo(dtype).dtype)
+    return Facts(diagonal, determinant, spectrum, rows, cost)
 
 
 def flatten(

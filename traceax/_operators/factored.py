@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact, PyTree, Real
 from .._core.arithmetic import standard_promotion
 from .._core.flat import from_flat, to_flat
 from .convert import convert, OperatorLike
-from .structured import AbstractStructuredOperator, has_all, SignLog
+from .structured import AbstractStructuredOperator, has_all, Rows, SignLog
 
 
 class _Factored(AbstractStructuredOperator):
@@ -61,6 +61,14 @@ class _Factored(AbstractStructuredOperator):
 
     def diagonal(self):
         return self._joined(list(map(lx.diagonal, self.factors)))
+
+    def rows(self, of):
+        parts = [part for part in map(of, self.factors) if part is not None]
+        return self._joined_rows(parts) if len(parts) == len(self.factors) else None
+
+    @abc.abstractmethod
+    def _joined_rows(self, parts: list[Rows]) -> Rows | None:
+        """The rows, from those of the factors."""
 
 
 class _OnGrid(_Factored):
@@ -141,6 +149,17 @@ class KroneckerOperator(_OnGrid):
     def _joined(self, parts):
         return ft.reduce(jnp.kron, parts)
 
+    def _joined_rows(self, parts):
+        def join(a, b):
+            if a.diagonal is None or b.diagonal is None:
+                return Rows(None, jnp.kron(a.norms, b.norms))
+            # (d_a + o_a) (d_b + o_b) without d_a d_b; subtracted, it would cancel.
+            beside = jnp.kron(jnp.abs(a.diagonal), b.others)
+            others = jnp.hypot(beside, jnp.kron(a.others, b.norms))
+            return Rows(jnp.kron(a.diagonal, b.diagonal), others)
+
+        return ft.reduce(join, parts)
+
     def determinant(self, of):
         """`det(A (x) B) = det(A)^m det(B)^n` for sizes n and m."""
         dets = [det for det in map(of, self.factors) if det is not None]
@@ -173,6 +192,15 @@ class KroneckerSumOperator(_OnGrid):
     def _joined(self, parts):
         return ft.reduce(lambda a, b: (a[:, None] + b).reshape(-1), parts)
 
+    def _joined_rows(self, parts):
+        diagonals = [x.diagonal for x in parts if x.diagonal is not None]
+        if len(diagonals) < len(parts):
+            return None
+        # The other entries of the factors never meet.
+        add = lambda a, b: jnp.hypot(a[:, None], b).reshape(-1)  # noqa: E731
+        others = ft.reduce(add, [part.others for part in parts])
+        return Rows(self._joined(diagonals), others)
+
     def has(self, tag):
         return tag != lx.unit_diagonal_tag and super().has(tag)
 
@@ -197,6 +225,13 @@ class BlockDiagonalOperator(_Factored):
 
     def _joined(self, parts):
         return jnp.concatenate(parts)
+
+    def _joined_rows(self, parts):
+        diagonals = [x.diagonal for x in parts if x.diagonal is not None]
+        if len(diagonals) < len(parts):
+            return Rows(None, self._joined([part.norms for part in parts]))
+        others = self._joined([part.others for part in parts])
+        return Rows(self._joined(diagonals), others)
 
     def determinant(self, of):
         dets = [det for det in map(of, self.factors) if det is not None]

@@ -19,7 +19,7 @@ from .tags import is_hermitian
 
 # Larger factors are not factorised: it would take a minute, and as much memory as a
 # thousand vectors.
-_MAX_SIZE = 4096
+MAX_SIZE = 4096
 
 
 class Spectrum(eqx.Module):
@@ -90,7 +90,7 @@ def _of_part(operator: lx.AbstractLinearOperator) -> Real[Array, " m"] | None:
         return eigenvalues
     if lx.is_diagonal(operator):
         return lx.diagonal(operator).real
-    if operator.in_size() > _MAX_SIZE:
+    if operator.in_size() > MAX_SIZE:
         return None
     return _eigenvalues_of_matrix(operator.as_matrix())
 

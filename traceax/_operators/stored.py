@@ -14,7 +14,13 @@ from jaxtyping import Array
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
-from .structured import AbstractStructuredOperator
+from .structured import (
+    AbstractStructuredOperator,
+    of_full_precision,
+    root,
+    Rows,
+    scale_of,
+)
 from .tags import hermitian_tag
 
 
@@ -124,6 +130,21 @@ class SparseOperator(AbstractStructuredOperator):
             jnp.zeros(matrix.shape[0], entries.dtype).at[rows].add(entries, mode="drop")
         )
 
+    def rows(self, of):
+        matrix, size = self._coordinates(), self.matrix.shape[0]
+        if not matrix.unique_indices:
+            matrix = matrix.sum_duplicates(nse=matrix.nse, remove_zeros=False)
+        rows, columns = matrix.indices.T
+        sizes = jnp.abs(of_full_precision(matrix.data))
+        diagonal, beside = None, True
+        if size == matrix.shape[1]:
+            diagonal, beside = of_full_precision(self.diagonal()), rows != columns
+        sizes = jnp.where(beside & (columns < matrix.shape[1]), sizes, 0)
+        zeros = jnp.zeros(size, sizes.dtype)
+        scale = scale_of(zeros.at[rows].max(sizes, mode="drop"))
+        squares = (sizes / scale.at[rows].get(mode="clip")) ** 2
+        return Rows(diagonal, scale * root(zeros.at[rows].add(squares, mode="drop")))
+
     def _coordinates(self) -> Any:
         is_bcsr = hasattr(self.matrix, "indptr")
         return self.matrix.to_bcoo() if is_bcsr else self.matrix
@@ -151,12 +172,13 @@ def of_sparse(
     """The operator of a sparse matrix, in `dtype`."""
     jax_sparse, scipy_sparse = _libraries()
     if scipy_sparse.issparse(x):
-        entries = scipy_sparse.coo_array(x).astype(dtype)
+        # By way of rows, which adds duplicates up.
+        entries = scipy_sparse.coo_array(x).astype(dtype).tocsr().tocoo()
         # On a CPU a BCSR takes as long as this for blocks of vectors, and five times as
         # long for one: it finds the rows of its entries anew in each product.
         indices = np.stack([entries.row, entries.col], axis=1).astype(np.int32)
         stored = jax.device_put((entries.data, indices))
-        matrix = jax_sparse.BCOO(stored, shape=entries.shape)
+        matrix = jax_sparse.BCOO(stored, shape=entries.shape, unique_indices=True)
     else:
         matrix = eqx.tree_at(lambda x: x.data, x, x.data.astype(dtype))
         entries = _entries(matrix)

@@ -5,9 +5,12 @@ import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
+
+from .._core.arithmetic import standard_promotion
 
 
 _PROPERTIES: dict[Any, Any] = {
@@ -27,6 +30,52 @@ class SignLog(NamedTuple):
 
     sign: Inexact[Array, ""]
     log: Real[Array, ""]
+
+
+class Rows(NamedTuple):
+    """The sizes of the rows of an operator, in float32 at least.
+
+    - `diagonal`: the diagonal; None for rectangular operators.
+    - `others`: the norm of the other entries of each row; of all entries where `diagonal`
+        is None.
+
+    The diagonal is kept by itself because what is added to it may cancel. Norms are kept
+    instead of squares, which over- or underflow.
+    """
+
+    diagonal: Inexact[Array, " m"] | None
+    others: Real[Array, " m"]
+
+    @property
+    def norms(self) -> Real[Array, " m"]:
+        """The norm of each row."""
+        if self.diagonal is None:
+            return self.others
+        return jnp.hypot(jnp.abs(self.diagonal), self.others)
+
+
+def norms_along_last(x: Inexact[Array, "*m n"]) -> Real[Array, "*m"]:
+    """Euclidean norms, whose squares may be out of range."""
+    sizes = jnp.abs(x)
+    scale = scale_of(jnp.max(sizes, axis=-1, initial=0))
+    return scale * root(jnp.sum((sizes / scale[..., None]) ** 2, axis=-1))
+
+
+def scale_of(largest: Real[Array, "*m"]) -> Real[Array, "*m"]:
+    """Divisors of vectors with these largest entries; not 0."""
+    largest = jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
+    return jax.lax.stop_gradient(largest)
+
+
+def root(x: Real[Array, "*m"]) -> Real[Array, "*m"]:
+    """The square root, whose derivative at 0 is taken as 0."""
+    return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
+
+
+def of_full_precision(x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
+    """In float32 at least."""
+    with standard_promotion():
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class AbstractStructuredOperator(lx.AbstractLinearOperator):
@@ -65,6 +114,10 @@ class AbstractStructuredOperator(lx.AbstractLinearOperator):
     ) -> Real[Array, " n"] | None:
         """All eigenvalues of a Hermitian operator, in any order, from those `of` its
         parts, if the structure gives them."""
+        return None
+
+    def rows(self, of: Callable[[lx.AbstractLinearOperator], Rows | None]) -> Rows | None:
+        """The rows, from those `of` its parts, if the structure gives them."""
         return None
 
 

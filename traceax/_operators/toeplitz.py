@@ -12,25 +12,27 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Complex, Inexact
+from jaxtyping import Array, Complex, Inexact, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
+from .._core.quantity import keep_nonzero
 from .convert import as_frozenset
-from .structured import AbstractStructuredOperator
+from .structured import (
+    AbstractStructuredOperator,
+    norms_along_last,
+    of_full_precision,
+    root,
+    Rows,
+    scale_of,
+)
 from .tags import hermitian_tag
 
 
 def _transform(column: Inexact[Array, "*n"]) -> Complex[Array, "*m"]:
     """The Fourier transform of an array; of a real one, the half that gives the rest."""
-    column = _of_full_precision(column)
+    column = of_full_precision(column)
     return jnp.fft.fftn(column) if jnp.iscomplexobj(column) else jnp.fft.rfftn(column)
-
-
-def _of_full_precision(x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
-    """In float32 at least: there is no transform in less."""
-    with standard_promotion():
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _convolve(operator: Any, x: Inexact[Array, "*n"]) -> Inexact[Array, "*n"]:
@@ -86,7 +88,12 @@ class CirculantOperator(AbstractStructuredOperator):
         return jnp.full(self.column.size, self.column.reshape(-1)[0])
 
     def eigenvalues(self, of):
-        return jnp.fft.fftn(_of_full_precision(self.column)).real.reshape(-1)
+        return jnp.fft.fftn(of_full_precision(self.column)).real.reshape(-1)
+
+    def rows(self, of):
+        column = of_full_precision(self.column).reshape(-1)
+        norm = norms_along_last(column[1:])
+        return Rows(jnp.full(column.size, column[0]), jnp.full(column.size, norm))
 
 
 class ToeplitzOperator(AbstractStructuredOperator):
@@ -138,6 +145,27 @@ class ToeplitzOperator(AbstractStructuredOperator):
 
     def diagonal(self):
         return jnp.full(self.column.size, self.column[0])
+
+    def rows(self, of):
+        entries = of_full_precision(jnp.concatenate([self.row[:0:-1], self.column]))
+        size, diagonal = self.row.size, None
+        if size == self.column.size:
+            diagonal = jnp.full(size, entries[size - 1])
+            entries = entries.at[size - 1].set(0)
+        return Rows(diagonal, _norms_of_windows(entries, size))
+
+
+def _norms_of_windows(x: Inexact[Array, " l"], size: int) -> Real[Array, " m"]:
+    """The norms of all runs of `size` entries. Each is the end of a block of that size
+    and the start of the next, so that no sums are subtracted."""
+    sizes = jnp.abs(x)
+    scale = scale_of(jnp.max(sizes))
+    squares = keep_nonzero((sizes / scale) ** 2, sizes != 0)
+    count = x.size - size + 1
+    blocks = jnp.pad(squares, (0, size - x.size % size)).reshape(-1, size)
+    ends = jnp.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].reshape(-1)[:count]
+    starts = jnp.pad(jnp.cumsum(blocks, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    return scale * root(ends + starts.reshape(-1)[size : size + count])
 
 
 def circulant(column: Any, tags: Any = ()) -> lx.AbstractLinearOperator:

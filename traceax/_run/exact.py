@@ -42,13 +42,14 @@ def exact(
     return _exact_estimate(value, size)
 
 
-def exact_from_diagonal(
-    quantity: AbstractQuantity, diagonal: Inexact[Array, " n"], cost: int
+def exact_from_vector(
+    quantity: AbstractQuantity, vector: Inexact[Array, " m"], cost: int
 ) -> Estimate:
-    """A quantity that depends on the diagonal alone, from a diagonal that took `cost`
-    matvecs."""
-    # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A.
-    return _exact_estimate(quantity.read(jnp.ones_like(diagonal), diagonal), cost)
+    """A quantity that depends on the diagonal alone, or on the norms of the rows alone,
+    from these, which took `cost` matvecs."""
+    # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A, and the
+    # matrix of one column, the norms, has the same norms of rows.
+    return _exact_estimate(quantity.read(jnp.ones_like(vector), vector), cost)
 
 
 def squares_of_rows(
