@@ -526,6 +526,28 @@ def test_estimates_where_no_rule_is_known():
         (lambda: tx.toeplitz(np.ones((2, 2))), ValueError, "`column` must have one axis"),
         (lambda: tx.toeplitz(np.ones(2), np.ones(0)), ValueError, "`row` must have ent"),
         (lambda: tx.circulant(np.float64(1)), ValueError, "`column` must have entries"),
+        (
+            lambda: tx.kronecker(np.eye(2), np.ones((0, 2))),
+            ValueError,
+            "`operators` must have entries. Found one of 0 rows and 2 columns",
+        ),
+        (
+            lambda: tx.kronecker(np.eye(2), 1j * np.eye(2)),
+            TypeError,
+            "`operators` must all be real, or all complex",
+        ),
+        (
+            lambda: tx.toeplitz(np.ma.masked_array(np.ones(2), [True, False])),
+            TypeError,
+            "`column`",
+        ),
+        (lambda: tx.circulant(np.array(["a"])), TypeError, "`column` must hold numbers"),
+        (lambda: tx.logdet(tx.kronecker(np.ones((2, 3)))), ValueError, "must be square"),
+        (
+            lambda: tx.logdet(tx.toeplitz(np.ones(3), np.ones(2))),
+            ValueError,
+            "must be square",
+        ),
         (lambda: tx.sparse(np.eye(3)), TypeError, "`matrix` must be a sparse matrix"),
         (
             lambda: tx.sparse(BCOO.fromdense(jnp.ones((2, 3, 3)), n_batch=1)),
@@ -538,3 +560,21 @@ def test_estimates_where_no_rule_is_known():
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision(dtype):
+    """Factors are factorised in float32, and rows are not squared in less."""
+    line, ring = 300 * laplacian(4), np.array([600.0, -300.0, 0.0, -300.0])
+    parts = jnp.asarray(line, dtype), jnp.asarray(ring, dtype)
+    operator = tx.kronecker(tx.as_operator(parts[0], tags=PSD), tx.circulant(parts[1]))
+    exact = np.kron(line, circulant(ring))
+    trace = np.sum(np.exp(-1e-5 * np.linalg.eigvalsh(exact)))
+    solutions = [
+        (trace, tx.trace_of_function(operator, tx.Exp(-1e-5))),
+        (np.linalg.norm(exact), tx.frobenius_norm(operator)),
+    ]
+    for expected, solution in solutions:
+        assert solution.value.dtype == np.float32
+        np.testing.assert_allclose(solution.value, expected, rtol=1e-5)
+        assert solution.stats["num_matvecs"] == 0

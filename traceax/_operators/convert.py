@@ -184,13 +184,13 @@ def convert(
         return lx.TaggedLinearOperator(x, tags) if tags else x
     if isinstance(x, np.ndarray | jax.Array) and x.ndim == 2:
         refuse_masked(name, x)
-        return of_dense(x, _working_dtype(x.dtype, name), tags)
+        return of_dense(x, working_dtype(x.dtype, name), tags)
     if hasattr(x, "matvec") and hasattr(x, "shape"):
-        structure = jax.ShapeDtypeStruct(x.shape[1:], _working_dtype(x.dtype, name))
+        structure = jax.ShapeDtypeStruct(x.shape[1:], working_dtype(x.dtype, name))
         product = HostProduct(Itself(x))
         return lx.FunctionLinearOperator(product, structure, tags, closure_convert=False)
     if is_sparse(x):
-        return of_sparse(x, _working_dtype(x.dtype, name), tags)
+        return of_sparse(x, working_dtype(x.dtype, name), tags)
     if _is_function(x) and like is not None:
         function: Any = x
         return _of_function(function, like, tags, name)
@@ -227,7 +227,7 @@ def as_frozenset(tags: Any) -> frozenset[object]:
     return tags
 
 
-def _working_dtype(dtype: Any, name: str) -> np.dtype:
+def working_dtype(dtype: Any, name: str) -> np.dtype:
     """The dtype of products: that of the entries, floating, and as JAX has it."""
     dtype = np.dtype(dtype).newbyteorder("=")
     if dtype == np.dtype(bool) or jnp.issubdtype(dtype, jnp.integer):
@@ -266,7 +266,7 @@ def _structure_of(like: Any) -> PyTree[jax.ShapeDtypeStruct]:
                 f"of type {type_name(leaf)}. Leave out what is no array, for example by "
                 "`equinox.filter(like, equinox.is_inexact_array)`."
             )
-        return jax.ShapeDtypeStruct(leaf.shape, _working_dtype(leaf.dtype, "like"))
+        return jax.ShapeDtypeStruct(leaf.shape, working_dtype(leaf.dtype, "like"))
 
     return jax.tree.map(struct, like)
 

@@ -24,6 +24,7 @@ from .._core.arithmetic import standard_promotion
 from .._core.flat import from_flat, to_flat
 from .convert import convert, OperatorLike
 from .structured import AbstractStructuredOperator, has_all, Rows, SignLog
+from .tags import dtypes, is_complex
 
 
 class _Factored(AbstractStructuredOperator):
@@ -268,7 +269,8 @@ def kronecker(*operators: OperatorLike) -> lx.AbstractLinearOperator:
 
     **Raises:**
 
-    `TypeError` or `ValueError` if there is no operator, or if one is no operator.
+    `TypeError` or `ValueError` if there is no operator, if one is no operator or has no
+    rows, or if some are real and others complex.
     """
     return KroneckerOperator(_converted(operators))
 
@@ -341,4 +343,17 @@ def block_diagonal(*operators: OperatorLike) -> lx.AbstractLinearOperator:
 def _converted(operators: tuple) -> tuple[lx.AbstractLinearOperator, ...]:
     if not operators:
         raise ValueError("`operators` must be one or more operators. Found none.")
-    return tuple(convert(operator, name="operators") for operator in operators)
+    factors = tuple(convert(operator, name="operators") for operator in operators)
+    for factor in factors:
+        if 0 in (factor.in_size(), factor.out_size()):
+            raise ValueError(
+                "`operators` must have entries. Found one of "
+                f"{factor.out_size()} rows and {factor.in_size()} columns."
+            )
+    if len(set(map(is_complex, factors))) > 1:
+        raise TypeError(
+            "`operators` must all be real, or all complex. Found the dtypes "
+            f"{[str(dtypes(factor)[0]) for factor in factors]}. Cast the arrays of the "
+            "real ones."
+        )
+    return factors

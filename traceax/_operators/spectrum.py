@@ -13,7 +13,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
 from .._numerics.dense import eigh
-from .structured import AbstractStructuredOperator
+from .structured import AbstractStructuredOperator, of_full_precision
 from .tags import is_hermitian
 
 
@@ -89,10 +89,10 @@ def _of_part(operator: lx.AbstractLinearOperator) -> Real[Array, " m"] | None:
     if (eigenvalues := _eigenvalues(operator)) is not None:
         return eigenvalues
     if lx.is_diagonal(operator):
-        return lx.diagonal(operator).real
+        return of_full_precision(lx.diagonal(operator).real)
     if operator.in_size() > MAX_SIZE:
         return None
-    return _eigenvalues_of_matrix(operator.as_matrix())
+    return _eigenvalues_of_matrix(of_full_precision(operator.as_matrix()))
 
 
 @jax.custom_jvp

@@ -12,12 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Complex, Inexact, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
 from .._core.quantity import keep_nonzero
-from .convert import as_frozenset
+from .convert import as_frozenset, working_dtype
+from .storage import refuse_masked
 from .structured import (
     AbstractStructuredOperator,
     norms_along_last,
@@ -263,12 +265,13 @@ def toeplitz(column: Any, row: Any = None, tags: Any = ()) -> lx.AbstractLinearO
 
 def _checked(name: str, x: Any) -> Inexact[Array, "*n"]:
     """An array of floating-point numbers."""
-    if not eqx.is_array_like(x) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
+    if not isinstance(x, np.ndarray | jax.Array | np.generic):
         raise TypeError(
             f"`{name}` must be an array of numbers. Found an object of type "
             f"{type(x).__name__}."
         )
-    x = jnp.asarray(x)
+    refuse_masked(name, x)
+    dtype = working_dtype(x.dtype, name)
     if x.size == 0 or x.ndim == 0:
         raise ValueError(f"`{name}` must have entries. Found the shape {x.shape}.")
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
+    return jnp.asarray(x).astype(dtype)
