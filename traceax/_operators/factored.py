@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact, PyTree, Real
 from .._core.arithmetic import standard_promotion
 from .._core.flat import from_flat, to_flat
 from .convert import convert, OperatorLike
-from .structured import AbstractStructuredOperator, has_all, Rows, SignLog
+from .structured import AbstractStructuredOperator, has_all, hypot, Rows, SignLog
 
 
 class _Factored(AbstractStructuredOperator):
@@ -157,7 +157,7 @@ class KroneckerOperator(_OnGrid):
                 return Rows(None, jnp.kron(a.norms, b.norms))
             # (d_a + o_a) (d_b + o_b) without d_a d_b; subtracted, it would cancel.
             beside = jnp.kron(jnp.abs(a.diagonal), b.others)
-            others = jnp.hypot(beside, jnp.kron(a.others, b.norms))
+            others = hypot(beside, jnp.kron(a.others, b.norms))
             return Rows(jnp.kron(a.diagonal, b.diagonal), others)
 
         return ft.reduce(join, parts)
@@ -198,7 +198,7 @@ class KroneckerSumOperator(_OnGrid):
         if any(part.diagonal is None for part in parts):
             return None
         # The other entries of the factors never meet.
-        add = lambda a, b: jnp.hypot(a[:, None], b).reshape(-1)  # noqa: E731
+        add = lambda a, b: hypot(a[:, None], b).reshape(-1)  # noqa: E731
         others = ft.reduce(add, [part.others for part in parts])
         return Rows(self._joined([part.diagonal for part in parts]), others)
 
