@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact, PyTree, Real
 from .._core.arithmetic import standard_promotion
 from .._core.flat import from_flat, to_flat
 from .convert import convert, OperatorLike
-from .structured import AbstractStructuredOperator, has_all, Rows, SignLog
+from .structured import AbstractStructuredOperator, has_all, hypot, Rows, SignLog
 from .tags import dtypes, is_complex
 
 
@@ -61,6 +61,9 @@ class _Factored(AbstractStructuredOperator):
         """What diagonal factors with these entries make."""
 
     def diagonal(self):
+        # Rectangular factors may make a square operator.
+        if any(x.in_structure() != x.out_structure() for x in self.factors):
+            return jnp.diagonal(self.as_matrix())
         return self._joined(list(map(lx.diagonal, self.factors)))
 
     def rows(self, of):
@@ -156,7 +159,7 @@ class KroneckerOperator(_OnGrid):
                 return Rows(None, jnp.kron(a.norms, b.norms))
             # (d_a + o_a) (d_b + o_b) without d_a d_b; subtracted, it would cancel.
             beside = jnp.kron(jnp.abs(a.diagonal), b.others)
-            others = jnp.hypot(beside, jnp.kron(a.others, b.norms))
+            others = hypot(beside, jnp.kron(a.others, b.norms))
             return Rows(jnp.kron(a.diagonal, b.diagonal), others)
 
         return ft.reduce(join, parts)
@@ -198,7 +201,7 @@ class KroneckerSumOperator(_OnGrid):
         if len(diagonals) < len(parts):
             return None
         # The other entries of the factors never meet.
-        add = lambda a, b: jnp.hypot(a[:, None], b).reshape(-1)  # noqa: E731
+        add = lambda a, b: hypot(a[:, None], b).reshape(-1)  # noqa: E731
         others = ft.reduce(add, [part.others for part in parts])
         return Rows(self._joined(diagonals), others)
 

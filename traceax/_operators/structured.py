@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         """The norm of each row."""
         if self.diagonal is None:
             return self.others
-        return jnp.hypot(jnp.abs(self.diagonal), self.others)
+        return hypot(jnp.abs(self.diagonal), self.others)
 
 
 def norms_along_last(x: Inexact[Array, "*m n"]) -> Real[Array, "*m"]:
@@ -59,6 +59,11 @@ def norms_along_last(x: Inexact[Array, "*m n"]) -> Real[Array, "*m"]:
     sizes = jnp.abs(x)
     scale = scale_of(jnp.max(sizes, axis=-1, initial=0))
     return scale * root(jnp.sum((sizes / scale[..., None]) ** 2, axis=-1))
+
+
+def hypot(x: Real[Array, "*m"], y: Real[Array, "*m"]) -> Real[Array, "*m"]:
+    """`sqrt(x^2 + y^2)`. The derivative of `jnp.hypot` at 0 is NaN in some versions."""
+    return norms_along_last(jnp.stack(jnp.broadcast_arrays(x, y), axis=-1))
 
 
 def scale_of(largest: Real[Array, "*m"]) -> Real[Array, "*m"]:
