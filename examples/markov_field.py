@@ -104,7 +104,7 @@ for axis, colours in zip(axes, (few, many), strict=True):
 def log_determinant(operator, sampler):
     # Without reorthogonalisation a run keeps three vectors; blocks of one probe.
     estimator = tx.SLQEstimator(sampler, tx.Lanczos(window=0))
-    settings = {"k": 32, "num_steps": 30, "key": jr.key(1)}
+    settings = {"k": 32, "num_steps": 20, "key": jr.key(1)}
     return tx.logdet(operator, estimator, execution=tx.Local(1), **settings)
 
 
