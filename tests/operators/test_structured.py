@@ -578,3 +578,15 @@ def test_half_precision(dtype):
         assert solution.value.dtype == np.float32
         np.testing.assert_allclose(solution.value, expected, rtol=1e-5)
         assert solution.stats["num_matvecs"] == 0
+
+
+def test_multiples_of_the_identity_by_complex_numbers():
+    """That are not real, one by one, but together."""
+    factors = np.diag([1.0 + 0j, 2.0]), np.diag([3.0 + 0j, 5.0])
+    product = tx.kronecker(*map(jnp.asarray, factors))
+    identity = lx.IdentityLinearOperator(product.in_structure())
+    operator = product + 1j * (1j * identity)
+    operator = lx.TaggedLinearOperator(operator, tx.hermitian_tag)
+    solution = tx.trace_of_function(operator, tx.Exp())
+    exact = np.sum(np.exp(np.diag(np.kron(*factors)).real - 1))
+    np.testing.assert_allclose(solution.value, exact, rtol=1e-12)

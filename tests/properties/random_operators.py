@@ -15,6 +15,7 @@ import lineax as lx
 import numpy as np
 from hypothesis import settings, strategies as st
 from jax.custom_derivatives import linear_call
+from jax.experimental.sparse import BCOO
 
 import traceax as tx
 
@@ -189,6 +190,16 @@ def jacobians(matrix, tags):
     return lx.JacobianLinearOperator(lambda v, _: matrix @ v, point, None, tags)
 
 
+def sparse(matrix, tags):
+    return tx.sparse(BCOO.fromdense(matrix, nse=matrix.size), tags)
+
+
+def kronecker(matrix, tags):
+    """With a factor of one row, so that the matrix may be any."""
+    one = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((1,), matrix.dtype))
+    return tx.kronecker(lx.TaggedLinearOperator(one, tags), vectors(matrix, tags))
+
+
 STRUCTURES = {
     "vector": vectors,
     "tree": trees,
@@ -196,6 +207,8 @@ STRUCTURES = {
     "sum": sums,
     "product": products,
     "jacobian": jacobians,
+    "sparse": sparse,
+    "kronecker": kronecker,
 }
 
 
@@ -561,7 +574,7 @@ SHORT = {
         Call("logdet-general", k=20),
         Call("entropy", jnp.float64, k=20),
         Call("inverse", jnp.float64, k=20, num_steps=None),
-        Call("exp", k=20),
+        Call("exp", k=20, structure="sparse"),
         Call("diagonal-of-product", jnp.float64, num_steps=None),
         Call("log-trace-exp", k=20),
         Call("log-prob", jnp.float64, k=20),

@@ -131,8 +131,8 @@ def graph_colours(
         import scipy.sparse as sp
         import traceax as tx
 
-        path = sp.diags_array([1, 1], offsets=[-1, 1], shape=(10, 10))
-        print(tx.graph_colours(path, 2))  # three colours
+        path = sp.diags_array([1.0, 1.0], offsets=[-1, 1], shape=(10, 10))
+        print(tx.graph_colours(path, 2))  # [1 2 0 1 2 0 1 2 0 1]
         print(tx.graph_colours(path, num_colours=5).max() + 1)  # 5
         ```
 

@@ -248,14 +248,14 @@ def _gain(
     # zero, and is what the variance of s* A s has beyond that of the sweep.
     p, sweeps = moments.num_strata, count // moments.num_strata
     by_sweep = jnp.mean(changes.reshape(-1, p), axis=1)
-    made = jnp.arange(len(by_sweep)) < sweeps
-    size = jnp.max(jnp.where(made, jnp.abs(by_sweep), 0))
+    in_use = jnp.arange(len(by_sweep)) < sweeps
+    size = jnp.max(jnp.where(in_use, jnp.abs(by_sweep), 0))
     unit = jnp.where(size > 0, size, 1)
-    squares = jnp.where(made, jnp.abs(by_sweep) / unit, 0) ** 2
+    squares = jnp.where(in_use, jnp.abs(by_sweep) / unit, 0) ** 2
     error = moments.independent_std_err / unit
     of_sweep = sweeps * error**2
     plain = jnp.sum(squares) / sweeps + of_sweep
-    known = jnp.isfinite(error)
+    has_bar = jnp.isfinite(error)
     # Without any variance both are exact.
-    gain = jnp.where(plain > 0, plain / (p * jnp.where(known, of_sweep, 1)), 1)
-    return jnp.where(known, gain, 0).astype(moments.cells.unit.dtype)
+    gain = jnp.where(plain > 0, plain / (p * jnp.where(has_bar, of_sweep, 1)), 1)
+    return jnp.where(has_bar, gain, 0).astype(moments.cells.unit.dtype)

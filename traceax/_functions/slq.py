@@ -157,8 +157,9 @@ class SLQEstimator(AbstractFunctionEstimator):
         k = in_sweeps(k, num_strata)
 
         def excess(value, bracket, deviation):
-            settings = operator, k, quantity, num_strata
-            return excess_of_bracket(value, bracket, deviation, *settings)
+            return excess_of_bracket(
+                value, bracket, deviation, operator, k, quantity, num_strata
+            )
 
         def choose(adaptive):
             # With the first probe. Its form is computed again below: the mean is over

@@ -14,7 +14,7 @@ from jaxtyping import Array, Inexact, Real
 
 from .._numerics.dense import eigh
 from .structured import AbstractStructuredOperator, of_full_precision
-from .tags import is_hermitian
+from .tags import dtypes, is_hermitian
 
 
 # Larger factors are not factorised: it would take a minute, and as much memory as a
@@ -31,7 +31,10 @@ class Spectrum(eqx.Module):
 def spectrum_of(operator: lx.AbstractLinearOperator) -> Spectrum | None:
     """The eigenvalues of a structured Hermitian operator, or None."""
     eigenvalues = _eigenvalues(operator) if is_hermitian(operator) else None
-    return None if eigenvalues is None else Spectrum(eigenvalues)
+    if eigenvalues is None:
+        return None
+    # Scalars may be of a wider dtype than the operator.
+    return Spectrum(eigenvalues.astype(jnp.finfo(dtypes(operator)[0]).dtype))
 
 
 def _eigenvalues(operator: lx.AbstractLinearOperator) -> Real[Array, " n"] | None:
@@ -52,7 +55,7 @@ def _eigenvalues(operator: lx.AbstractLinearOperator) -> Real[Array, " n"] | Non
                 (operator.operator2, operator.operator1),
             ):
                 if (shift := _multiple_of_identity(second)) is not None:
-                    return _map(lambda x, shift=shift: x + shift, first)
+                    return _map(lambda x, shift=shift: x + shift.real, first)
     return None
 
 
@@ -63,7 +66,7 @@ def _map(fn, operator: lx.AbstractLinearOperator) -> Real[Array, " n"] | None:
 
 def _multiple_of_identity(
     operator: lx.AbstractLinearOperator,
-) -> Real[Array, ""] | float | None:
+) -> Inexact[Array, ""] | float | None:
     """The number by which the operator multiplies all vectors, or None."""
     match operator:
         case lx.IdentityLinearOperator():
@@ -73,9 +76,9 @@ def _multiple_of_identity(
         case lx.NegLinearOperator():
             factor, inner = -1.0, operator.operator
         case lx.MulLinearOperator():
-            factor, inner = operator.scalar.real, operator.operator
+            factor, inner = operator.scalar, operator.operator
         case lx.DivLinearOperator():
-            factor, inner = 1 / operator.scalar.real, operator.operator
+            factor, inner = 1 / operator.scalar, operator.operator
         case _:
             return None
     number = _multiple_of_identity(inner)
