@@ -139,7 +139,8 @@ def sparse(matrix: Any, tags: Any = ()) -> lx.AbstractLinearOperator:
         path = sp.diags_array([-1.0, 3.0, -1.0], offsets=[-1, 0, 1], shape=(400, 400))
         operator = tx.sparse(path.astype("float32"), lx.positive_semidefinite_tag)
         solver = lx.CG(rtol=1e-5, atol=1e-5)
-        print(lx.linear_solve(operator, jnp.ones(400), solver).value[200])  # 1.0
+        x = lx.linear_solve(operator, jnp.ones(400), solver).value
+        print(f"{x[200]:.3f}")  # 1.000
         ```
 
     **Arguments:**
