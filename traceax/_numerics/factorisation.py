@@ -45,6 +45,9 @@ def factorisation_primitive(
 
     @with_full_precision
     def loop(*stacks):
+        # LAPACK asks for arrays that are stored by columns. XLA would pass that on to a
+        # Fourier transform that made them, and refuses such transforms.
+        stacks = jax.lax.optimization_barrier(stacks)
         if len(stacks[0]) == 1:
             return jax.tree.map(lambda y: y[None], factorise(*(x[0] for x in stacks)))
         shapes = jax.eval_shape(factorise, *(x[0] for x in stacks))

@@ -129,10 +129,7 @@ class AbstractExecution(eqx.Module):
         square A.
         """
         if not adjoint:
-            # XLA on CPU refuses Fourier transforms of arrays that are stored by columns,
-            # as factorisations ask for. Those of the images are kept by the barrier.
-            images = self.map(FlatOperator.mv, operator, x.T).T
-            return jax.lax.optimization_barrier(images)
+            return self.map(FlatOperator.mv, operator, x.T).T
         # The adjoint of a dense matrix is fastest from rows to rows. Without the barriers
         # XLA on CPU folds both transposes into a product that takes 1.2 times as long.
         rows = jax.lax.optimization_barrier(x.T)
