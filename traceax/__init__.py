@@ -37,6 +37,7 @@ from ._api.jacobi_preconditioner import jacobi_preconditioner
 from ._api.laplacian import laplacian
 from ._api.log_trace_exp import log_trace_exp
 from ._api.logdet import logdet
+from ._api.minibatch_trace import minibatch_trace
 from ._api.norms import (
     frobenius_norm,
     frobenius_products,
@@ -104,6 +105,12 @@ from ._operators.curvature import (
 )
 from ._operators.data_gram import data_gram
 from ._operators.factored import block_diagonal, kronecker, kronecker_sum
+from ._operators.fisher import (
+    AbstractLikelihood,
+    CategoricalLikelihood,
+    fisher,
+    GaussianLikelihood,
+)
 from ._operators.tags import hermitian_tag
 from ._operators.toeplitz import circulant, toeplitz
 from ._preconditioners.auto import AutoPreconditioner
@@ -159,6 +166,7 @@ __all__ = [
     "leaf_traces",
     "log_trace_exp",
     "logdet",
+    "minibatch_trace",
     "OperatorReport",
     "row_norms",
     "schatten_norm",
@@ -216,11 +224,15 @@ __all__ = [
     "Preconditioner",
     "ScaledPreconditioner",
     # Operators.
+    "AbstractLikelihood",
     "as_operator",
     "block_diagonal",
+    "CategoricalLikelihood",
     "circulant",
     "data_gram",
     "empirical_fisher",
+    "fisher",
+    "GaussianLikelihood",
     "ggn",
     "graph_colours",
     "grid_colours",

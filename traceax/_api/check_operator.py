@@ -13,6 +13,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from .._core.approximation import approximation_error
 from .._core.arithmetic import standard_promotion
 from .._core.checks import check_key
 from .._core.flat import from_flat, to_flat
@@ -120,7 +121,8 @@ def _examine(
         notes.problems.append(error)
         return
     dtype, precision = dtypes(operator)
-    notes.eps = float(jnp.finfo(precision).eps)
+    code = jax.make_jaxpr(operator.mv)(operator.in_structure()).jaxpr
+    notes.eps = max(float(jnp.finfo(precision).eps), approximation_error(code))
     notes.allowed = max(_TOLERANCE, _EPSILONS * notes.eps)
     vectors = _draw(key, operator.in_size(), dtype)
     products, error = _attempt(_compute_products, operator, vectors, notes)

@@ -112,10 +112,10 @@ class LogTraceExp(AbstractTask):
         ends = jnp.stack([jnp.min(nodes), jnp.max(nodes)])
         zero, size = jnp.zeros_like(value), log_magnitude(scale, ends) + jnp.abs(value)
         # Eigenvalues have errors of epsilon times the largest one.
-        change = float(jnp.finfo(nodes.dtype).eps) * size
+        change = max(float(jnp.finfo(nodes.dtype).eps), operator.error) * size
         return Estimate(
             value=value,
-            std_err=zero,
+            std_err=jnp.where(operator.error > 0, change, zero),
             samples=value[None],
             num_matvecs=num_matvecs,
             rounding=0.0,

@@ -57,6 +57,8 @@ class FlatOperator(eqx.Module):
     - `sign_holds`: whether the traced arrays that `sign` was derived from have the signs
         that were assumed; None where nothing was assumed. Whoever relies on the sign
         reports `sign_failure`.
+    - `error`: the relative error of a matvec that is an approximation, such as a
+        difference of gradients; 0 for others.
     """
 
     fn: Callable[[Array], Array]
@@ -66,6 +68,7 @@ class FlatOperator(eqx.Module):
     hermitian: bool = eqx.field(static=True, default=False)
     sign: int = eqx.field(static=True, default=0)
     sign_holds: Bool[Array, ""] | None = None
+    error: float = eqx.field(static=True, default=0.0)
 
     @property
     def sign_failure(self) -> Any:
@@ -83,8 +86,8 @@ class FlatOperator(eqx.Module):
 
     @property
     def eps(self) -> float:
-        """Machine epsilon of the matvecs."""
-        return float(jnp.finfo(self.precision).eps)
+        """Relative error of the matvecs: machine epsilon, or more for approximations."""
+        return max(float(jnp.finfo(self.precision).eps), self.error)
 
     @property
     def rounding(self) -> float:

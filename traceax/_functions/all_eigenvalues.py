@@ -71,7 +71,8 @@ def exact_trace_of_function(
         right, ends = left.conj().T, [0, -1]
         # The size of an entry of E, as ||E - E*||_F is about 2^(1/2) ||E||_F.
         noise = two_norm(skew) / (2**0.5 * operator.size)
-    error = jnp.hypot(jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes)), noise)
+    eps = max(float(jnp.finfo(nodes.dtype).eps), operator.error)
+    error = jnp.hypot(eps * jnp.max(jnp.abs(nodes)), noise)
     estimate = _sum_over(operator, function, nodes, nodes[jnp.array(ends)], error)
     lost = failure(tagged_wrongly, RESULTS.precision_lost)
     if isinstance(function, SingularLog):
@@ -161,7 +162,7 @@ def _sum_over(
     )
     return Estimate(
         value=value,
-        std_err=jnp.zeros_like(value.real),
+        std_err=jnp.where(operator.error > 0, change, jnp.zeros_like(value.real)),
         samples=value[None],
         num_matvecs=operator.size,
         rounding=0.0,
@@ -227,7 +228,7 @@ def _of_general_matrix(
     extra = entries_without_probes(value.real, extremes)
     return Estimate(
         value=attach(operator, value, frame, execution=execution),
-        std_err=jnp.zeros_like(value.real),
+        std_err=jnp.where(operator.error > 0, change, jnp.zeros_like(value.real)),
         samples=value[None],
         num_matvecs=operator.size,
         rounding=0.0,

@@ -18,22 +18,11 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.arithmetic import standard_promotion
 from .._core.checks import check_positive
-
-
-def convert_bfloat16(x: PyTree) -> PyTree:
-    """Convert NumPy arrays in bfloat16 to JAX arrays. NumPy does not know that bfloat16
-    is inexact, so `equinox.is_inexact_array` would take them for constants."""
-
-    def convert(leaf):
-        unrecognised = isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf)
-        inexact = unrecognised and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.asarray(leaf) if inexact else leaf
-
-    return jax.tree.map(convert, x)
+from .point import convert_bfloat16
 
 
 class _Stack(eqx.Module):
@@ -58,16 +47,25 @@ class _Stack(eqx.Module):
         if self.lanes == 1:
             sums = sum_over(self.batches)
         else:
-            # Contiguous batches share a lane. If the leading axis is split over devices,
-            # each device then works on its own batches.
-            size = (self.lanes, _length(self.batches) // self.lanes)
-            lanes = jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
-            sums = jax.vmap(sum_over)(lanes)
+            sums = jax.vmap(sum_over)(self._in_lanes)
             sums = jax.tree.map(lambda t: jnp.sum(t, axis=0), sums)
         return jax.tree.map(lambda t, y: t + self.share * y, start, sums)
 
+    def each(self, fn: Callable[[PyTree[Array]], Array]) -> Array:
+        """`fn(batch)` of all batches, scalars, in an array."""
+        if self.lanes == 1:
+            return jax.lax.map(fn, self.batches)
+        return jax.vmap(lambda lane: jax.lax.map(fn, lane))(self._in_lanes).reshape(-1)
 
-class _MeanProduct(eqx.Module):
+    @property
+    def _in_lanes(self) -> PyTree[Array]:
+        # Contiguous batches share a lane. If the leading axis is split over devices, each
+        # device then works on its own batches.
+        size = (self.lanes, _length(self.batches) // self.lanes)
+        return jax.tree.map(lambda b: b.reshape(*size, *b.shape[1:]), self.batches)
+
+
+class MeanProduct(eqx.Module):
     """`v -> mean over b of M(b) v`, where `make` makes the operator M(b) from the
     functions `p -> fn(p, b)` and the point `x`. The user's functions remain the same
     objects, and arrays are leaves, so that compiled programs are used again."""
@@ -77,15 +75,13 @@ class _MeanProduct(eqx.Module):
     x: PyTree
     stacks: tuple[_Stack, ...]
 
+    @property
+    def shares(self) -> list[float]:
+        """The part of each batch in the mean."""
+        return [s.share for s in self.stacks for _ in range(_length(s.batches))]
+
     @eqx.filter_jit
     def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
-        # With the checkpoint, neither the forward nor the backward pass keeps residuals
-        # of more than one batch. `prevent_cse` is not needed inside `scan`.
-        @ft.partial(jax.checkpoint, prevent_cse=False)
-        def batch_mv(batch):
-            fns = [lambda point, fn=fn: fn(point, batch) for fn in self.fns]
-            return self.make(*fns, self.x).mv(vector)
-
         # Sums over batches would lose digits in bfloat16 or float16.
         with standard_promotion():
             total = jax.tree.map(
@@ -93,8 +89,16 @@ class _MeanProduct(eqx.Module):
                 vector,
             )
         for stack in self.stacks:
-            total = stack.sum(batch_mv, total)
+            total = stack.sum(lambda batch: self.of_batch(batch, vector), total)
         return jax.tree.map(lambda t, v: t.astype(v.dtype), total, vector)
+
+    # With the checkpoint, neither the forward nor the backward pass keeps residuals of
+    # more than one batch. `prevent_cse` is not needed inside `scan`.
+    @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
+    def of_batch(self, batch: PyTree[Array], vector: PyTree[Array]) -> PyTree[Array]:
+        """`M(b) v` for one batch."""
+        fns = [lambda point, fn=fn: fn(point, batch) for fn in self.fns]
+        return self.make(*fns, self.x).mv(vector)
 
 
 def _length(stacked: PyTree[Array]) -> int:
@@ -165,6 +169,28 @@ def _in_lanes(stacked: PyTree[Array], share: float, chunk_size: int) -> Iterator
         yield _Stack(jax.tree.map(lambda b: b[whole:], stacked), share, remainder)
 
 
+def _read(batches: Any) -> PyTree:
+    """The batches of a list or another iterable as a list, or those that are stacked as
+    they are; with tensors of other libraries converted."""
+    # An iterable that is neither a PyTree nor an array is a data loader.
+    iterable = isinstance(batches, Iterable) and not hasattr(batches, "__array__")
+    # JAX warns of iterators that it takes for leaves, without this function.
+    is_leaf = lambda x: isinstance(x, Iterator)  # noqa: E731
+    if iterable and jax.tree.structure(batches, is_leaf) == jax.tree.structure(0):
+        batches = list(batches)
+    return jax.tree.map(_as_array, batches)
+
+
+def batches_with_keys(batches: Any, key: PRNGKeyArray) -> PyTree:
+    """The pairs of a batch and a key of its own, in the form that the batches have."""
+    batches = _read(batches)
+    if isinstance(batches, list):
+        return [(batch, jax.random.fold_in(key, i)) for i, batch in enumerate(batches)]
+    stacked, _ = _check_stacked(batches)
+    numbers = jnp.arange(_length(stacked))
+    return stacked, jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
+
+
 def _make_stacks(batches: Any, chunk_size: int) -> tuple[_Stack, ...]:
     if batches is None:
         raise ValueError(
@@ -172,13 +198,7 @@ def _make_stacks(batches: Any, chunk_size: int) -> tuple[_Stack, ...]:
             f"Found chunk_size={chunk_size!r} without `batches`."
         )
     chunk_size = check_positive("chunk_size", chunk_size)
-    # An iterable that is neither a PyTree nor an array is a data loader.
-    iterable = isinstance(batches, Iterable) and not hasattr(batches, "__array__")
-    # JAX warns of iterators that it takes for leaves, without this function.
-    is_leaf = lambda x: isinstance(x, Iterator)  # noqa: E731
-    if iterable and jax.tree.structure(batches, is_leaf) == jax.tree.structure(0):
-        batches = list(batches)
-    batches = jax.tree.map(_as_array, batches)
+    batches = _read(batches)
     if isinstance(batches, list):
         stacks = _stack_by_size(batches)
     else:
@@ -198,7 +218,7 @@ def mean_operator(
     """The mean of `make(*fns, x)` over batches, where each `fn` has a batch as its second
     argument."""
     stacks = _make_stacks(batches, chunk_size)
-    mean_mv = _MeanProduct(make=make, fns=fns, x=x, stacks=stacks)
+    mean_mv = MeanProduct(make=make, fns=fns, x=x, stacks=stacks)
     structure = jax.eval_shape(
         lambda: eqx.filter(convert_bfloat16(x), eqx.is_inexact_array)
     )
@@ -206,3 +226,29 @@ def mean_operator(
     # Tracing checks `x` and the results of the functions, here and not in a later call.
     operator.out_structure()
     return operator
+
+
+class _Forms(eqx.Module):
+    """`v -> v^T M(b) v` for each batch b, in one vector, without keeping any product."""
+
+    product: MeanProduct
+
+    def __call__(self, vector: PyTree[Array]) -> Array:
+        def form(batch):
+            image = self.product.of_batch(batch, vector)
+            with standard_promotion():
+                # Sums would lose digits in bfloat16 or float16.
+                wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+                dot = lambda v, y: jnp.sum(wide(v) * wide(y))  # noqa: E731
+                return sum(jax.tree.leaves(jax.tree.map(dot, vector, image)))
+
+        return jnp.concatenate([stack.each(form) for stack in self.product.stacks])
+
+
+def quadratic_forms(
+    operator: lx.AbstractLinearOperator, product: MeanProduct
+) -> lx.FunctionLinearOperator:
+    """The quadratic forms of all batches as a function that enters like an operator,
+    though it is not linear: only vectors whose largest entry is 1 may be applied."""
+    structure = operator.in_structure()
+    return lx.FunctionLinearOperator(_Forms(product), structure, closure_convert=False)

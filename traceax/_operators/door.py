@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, DTypeLike, Inexact, PyTree, Real
 
+from .._core.approximation import approximation_error
 from .._core.arithmetic import standard_promotion
 from .._core.checks import explain_index_overflow
 from .._core.code import Code, FlatFunction
@@ -219,6 +220,7 @@ def flatten(
         hermitian=symmetry.hermitian,
         sign=symmetry.sign,
         sign_holds=sign_holds,
+        error=approximation_error(fn.code.jaxpr),
     )
 
 

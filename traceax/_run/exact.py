@@ -6,6 +6,8 @@ Since the unit vectors add up to `sum_i e_i e_i* = I`, the operator is
 `||A||_F^2 = sum_i ||A e_i||^2`.
 """
 
+import dataclasses
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
@@ -26,20 +28,29 @@ def exact(
 
     def read_column(operator, index):
         unit = jnp.zeros(size, operator.dtype).at[index].set(1)
-        return quantity.read(unit, operator.mv(unit)), ()
+        image = operator.mv(unit)
+        return quantity.read(unit, image), jnp.linalg.norm(image) / size**0.5
 
     # Without the checkpoint reverse mode would keep all n columns. The loop around it
     # prevents common subexpressions already, and JAX's barrier against them takes time.
     read_column = eqx.filter_checkpoint(read_column, prevent_cse=False)
-    value, () = fold(
+    # Sums of squares are made only of approximate matvecs.
+    inexact = operator.error > 0
+    squared_sum = lambda x: jnp.sum(x**2)  # noqa: E731
+    value, squares = fold(
         read_column,
-        reduce=lambda *_: (),
-        merge=lambda _: (),
+        reduce=lambda outs, _: (squared_sum(outs[1]),) if inexact else (),
+        merge=lambda parts: tuple(map(jnp.sum, parts)),
         operator=operator,
         k=size,
         execution=execution,
     )
-    return _exact_estimate(value, size)
+    estimate = _exact_estimate(value, size)
+    if not (inexact and quantity.linear):
+        return dataclasses.replace(estimate, rounding=operator.rounding * inexact)
+    # Errors of entries are relative to the norms of columns.
+    norm = jnp.sqrt(squares[0] * (size if value.ndim == 0 else 1))
+    return dataclasses.replace(estimate, rounding=operator.rounding, magnitude=norm)
 
 
 def exact_from_vector(
