@@ -26,7 +26,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.checks import check_positive
 from .._core.flat import FlatOperator
@@ -38,6 +38,7 @@ from .._core.samplers import RademacherSampler
 from .._core.solution import Estimate, Solution
 from .._operators.batches import MeanProduct, quadratic_forms
 from .._operators.door import enter, Facts
+from .._run.adaptive import Adaptive
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.fold import fold
@@ -91,6 +92,8 @@ class _MinibatchTrace(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
+        assert not isinstance(k, Budget)  # `minibatch_trace` refuses adaptive budgets
+
         def form(operator, index):
             probe = draw_for(operator, RademacherSampler(), key, index[None])[:, 0]
             return operator.mv(probe)
@@ -98,7 +101,7 @@ class _MinibatchTrace(AbstractTask):
         # The backward pass makes the products of a probe again.
         form = eqx.filter_checkpoint(form, prevent_cse=False)
         forms = execution.map(form, operator, jnp.arange(k))
-        return self._estimate(forms, int(k), operator.rounding)
+        return self._estimate(forms, k, operator.rounding)
 
     def _estimate(
         self, forms: Real[Array, "k b"], num_matvecs: int, rounding: float
@@ -129,20 +132,23 @@ def _standard_errors(
     scaled = forms / unit
     by_probe, by_batch = jnp.sum(scaled * shares, axis=1), jnp.mean(scaled, axis=0)
     mean = jnp.mean(by_probe)
+    noise = (float(jnp.finfo(forms.dtype).eps) * 8) ** 2  # rounding of equal numbers
     batches = jnp.sum(shares * (by_batch - mean) ** 2) / (b - 1)
     left_over = scaled - by_probe[:, None] - by_batch + mean
     both = jnp.sum(shares * left_over**2) / max(k * (k - 1) * (b - 1), 1)
-    moments = Moments.of(by_probe)
-    probes = moments.std_err() ** 2 if k > 1 else jnp.zeros_like(mean)
-    batches = batches * widening(Moments.of(by_batch).skewness, jnp.asarray(b, mean.dtype)) ** 2
-    of_batches = jnp.maximum(batches - both, 0)
-    total = probes + of_batches
-    spread = probes**2 / max(k - 1, 1) + (batches**2 + both**2 / max(k - 1, 1)) / (b - 1)
-    freedom = total**2 / jnp.where(spread > 0, spread, 1)
+    moments, zero = Moments.of(by_probe), jnp.zeros_like(mean)
+    p = moments.independent_std_err**2 if k > 1 else zero
+    q = jnp.maximum(batches - both, 0)
+    q = jnp.where(q > noise, q, 0)
+    spread = (p**2 + both**2 / (b - 1)) / max(k - 1, 1) + batches**2 / (b - 1)
+    freedom = (p + q) ** 2 / jnp.where(spread > 0, spread, 1)
     least = min(k - 1, b - 1) if k > 1 else b - 1
-    return unit * jnp.sqrt(total), {
-        "probe_std_err": unit * jnp.sqrt(probes),
-        "batch_std_err": unit * jnp.sqrt(of_batches),
+    # Widened where samples are few or skewed, as all error bars are.
+    p = moments.std_err() ** 2 if k > 1 else zero
+    q = q * widening(Moments.of(by_batch).skewness, jnp.asarray(b, forms.dtype)) ** 2
+    return unit * jnp.sqrt(p + q), {
+        "probe_std_err": unit * jnp.sqrt(p),
+        "batch_std_err": unit * jnp.sqrt(q),
         "freedom": jnp.maximum(freedom, least),
     }
 
@@ -221,16 +227,23 @@ def minibatch_trace(
     product: Any = getattr(operator, "fn", None)
     if not isinstance(product, MeanProduct):
         raise TypeError(
-            "`operator` must be a mean over batches, as `traceax.hessian`, `traceax.ggn`, "
-            "`traceax.fisher` and `traceax.empirical_fisher` return it. Found an object of "
-            f"type {type(operator).__name__} without batches. Pass `batches` to one of "
-            "these; add the trace of other terms, such as a shift, yourself."
+            "`operator` must be a mean over batches, as `traceax.hessian`, "
+            "`traceax.ggn`, `traceax.fisher` and `traceax.empirical_fisher` return it. "
+            f"Found an object of type {type(operator).__name__} without batches. Pass "
+            "`batches` to one of these; add the trace of other terms, such as a shift, "
+            "yourself."
         )
     shares = product.shares
     if len(shares) < 2:
         raise ValueError(
             "`operator` must have at least two batches, whose spread is measured. Found "
             "one. Split it, or use `traceax.trace`."
+        )
+    if isinstance(k, Adaptive):
+        raise ValueError(
+            "`k` must be a number: the error of batches does not fall with probes, so no "
+            f"`k` need reach a tolerance. Found {k!r}. Pass, for example, `k=20`, and "
+            "look at both errors."
         )
     task = _MinibatchTrace(quantity=Trace(), shares=jnp.asarray(shares))
     return solve(

@@ -240,7 +240,8 @@ class _Forms(eqx.Module):
                 # Sums would lose digits in bfloat16 or float16.
                 wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
                 dot = lambda v, y: jnp.sum(wide(v) * wide(y))  # noqa: E731
-                return sum(jax.tree.leaves(jax.tree.map(dot, vector, image)))
+                parts = jax.tree.leaves(jax.tree.map(dot, vector, image))
+                return jnp.sum(jnp.stack(parts))
 
         return jnp.concatenate([stack.each(form) for stack in self.product.stacks])
 

@@ -12,7 +12,7 @@ the rows of J, are the gradients of N losses. `J v` is a forward-mode derivative
 """
 
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -61,7 +61,7 @@ def hessian(
     batches: PyTree | Iterable[PyTree] | None = None,
     *,
     chunk_size: int = 1,
-    product: Literal["exact", "difference"] = "exact",
+    product: str = "exact",
 ) -> lx.AbstractLinearOperator:
     """The Hessian of `fn` at `x`, as an operator that is never formed; or, with batches
     of data, the mean of the Hessians of `x -> fn(x, batch)`.
@@ -106,12 +106,14 @@ def hessian(
         all-reduce.
     - `product`: how matvecs are made. `"exact"` differentiates the gradient in forward
         mode. `"difference"` takes a central difference of two gradients, one after the
-        other, in the memory of one; `fn` may then have functions with a `jax.custom_vjp`.
-        Relative errors are about $20 \\epsilon^{2/3}$ for gradients of the precision
-        $\\epsilon$, 5e-4 in float32 and 7e-10 in float64, and error bars and intervals
-        count them as rounding, also of answers that would be exact. That holds where the
-        Hessian varies little if every entry of `x` changes by a thousandth of their root
-        mean square: scale parameters alike. [`traceax.check_operator`][] measures it.
+        other, in the memory of one; rules of derivatives in `fn`, such as kernels, then
+        need no derivatives of their own. Relative errors are below $20
+        \\epsilon^{2/3}$ for gradients of the precision $\\epsilon$, 5e-4 in float32 and
+        7e-10 in float64, and error bars and intervals count them as rounding, also of
+        answers that would be exact. That is measured, and holds where the Hessian varies
+        little if every entry of `x` changes by a thousandth of their root mean square (in
+        float64 by a millionth): scale parameters alike. [`traceax.check_operator`][]
+        shows errors that are larger.
 
     **Returns:**
 
@@ -134,7 +136,7 @@ def hessian(
     if product not in ("exact", "difference"):
         raise ValueError(
             '`product` must be "exact" or "difference". Found '
-            f"{describe(product)}. Leave it out, or pass `product=\"difference\"` for "
+            f'{describe(product)}. Leave it out, or pass `product="difference"` for '
             "the memory of a gradient."
         )
     make = hessian if product == "exact" else hessian_by_differences

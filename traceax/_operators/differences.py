@@ -14,7 +14,7 @@ random vectors. The power 1/3 is that of Nocedal and Wright, Numerical Optimizat
 section 8.1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -102,14 +102,18 @@ def _dtypes(jaxpr: Jaxpr) -> Iterator[jnp.dtype]:
     """The floating dtypes of the variables, and of all that is computed from them. Data
     in a coarser dtype do not make the gradient coarse."""
     dependent = set(jaxpr.invars)
-    yield from (x.aval.dtype for x in jaxpr.invars)
+    yield from _floating(jaxpr.invars)
     for eqn in jaxpr.eqns:
         if any(x in dependent for x in eqn.invars if not isinstance(x, Literal)):
             dependent.update(eqn.outvars)
             inner = (each for code in inner_jaxprs(eqn) for each in equations(code))
             for each in (eqn, *inner):
-                dtypes = [getattr(x.aval, "dtype", None) for x in each.outvars]
-                yield from (x for x in dtypes if x and jnp.issubdtype(x, jnp.floating))
+                yield from _floating(each.outvars)
+
+
+def _floating(variables: Sequence[Any]) -> Iterator[jnp.dtype]:
+    dtypes = [getattr(x.aval, "dtype", None) for x in variables]
+    return (x for x in dtypes if x and jnp.issubdtype(x, jnp.floating))
 
 
 def _widen(x: Array) -> Array:

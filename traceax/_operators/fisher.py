@@ -94,9 +94,9 @@ class AbstractLikelihood(eqx.Module):
 
 class CategoricalLikelihood(AbstractLikelihood):
     """Classes, whose probabilities are the softmax of the outputs, of shape
-    `(..., classes)`. Each index of the other axes is a label of its own, such as an image,
-    or a token of a text. Its Fisher matrix is the Gauss-Newton matrix of the mean
-    cross-entropy.
+    `(..., classes)`. Each index of the other axes is a label of its own, such as that of
+    an image, or a token of a text. Its Fisher matrix is the Gauss-Newton matrix of the
+    mean cross-entropy.
 
     !!! Example
 
@@ -106,7 +106,8 @@ class CategoricalLikelihood(AbstractLikelihood):
         import traceax as tx
 
         likelihood = tx.CategoricalLikelihood()
-        labels = likelihood.sample(jax.random.key(0), jnp.array([[0.0, 99.0], [99.0, 0.0]]))
+        logits = jnp.array([[0.0, 99.0], [99.0, 0.0]])
+        labels = likelihood.sample(jax.random.key(0), logits)
         print(labels)  # [1 0]
         ```
     """
@@ -219,8 +220,8 @@ def fisher(
         import traceax as tx
 
         x = jnp.arange(6.0).reshape(3, 2) / 5
-        settings = {"likelihood": tx.GaussianLikelihood(), "num_samples": 10_000}
-        operator = tx.fisher(lambda w: x @ w, jnp.ones(2), key=jax.random.key(0), **settings)
+        settings = {"likelihood": tx.GaussianLikelihood(), "key": jax.random.key(0)}
+        operator = tx.fisher(lambda w: x @ w, jnp.ones(2), num_samples=10_000, **settings)
         print(f"{tx.trace(operator, k=2).value:.1f}")  # 0.7
         ```
 
@@ -233,8 +234,8 @@ def fisher(
     - `likelihood`: the distribution of labels, given the outputs:
         [`traceax.CategoricalLikelihood`][] for logits, [`traceax.GaussianLikelihood`][]
         for means, or a subclass of [`traceax.AbstractLikelihood`][].
-    - `key`: a JAX PRNG key, from which labels are drawn. All matvecs have the same labels.
-        Batches have keys of their own, by their numbers.
+    - `key`: a JAX PRNG key, from which labels are drawn, the same in all matvecs. Batches
+        have keys of their own, by their numbers.
     - `num_samples`: how many labels are drawn for each that the data would have. They
         share the passes through the model.
 
@@ -270,7 +271,8 @@ def fisher(
         ```
     """
     check_instance("likelihood", likelihood, AbstractLikelihood, "GaussianLikelihood()")
-    check_key(require_key(key))
+    check_key(key)
+    require_key(key)
     make = _Fisher(likelihood, check_positive("num_samples", num_samples))
     if batches is None and chunk_size == 1:
         return make(model, lambda _: key, x)

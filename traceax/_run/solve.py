@@ -180,7 +180,12 @@ def solution_of(
 
     exact_cost = task.exact_cost(operator, facts)
     if first_budget(k) >= exact_cost or size < task.min_matvecs:
-        return solve_exactly()
+        solution = solve_exactly()
+        if isinstance(k, Budget) and operator.error > 0:
+            lost = _precision_failure(k.rule, solution, solution.std_err)
+            result = first_failure(solution.result, lost)
+            solution = dataclasses.replace(solution, result=result)
+        return solution
     if isinstance(k, Budget):
         estimate, k = _run_adaptive(
             task, operator, k, key=key, execution=execution, exact_cost=exact_cost
