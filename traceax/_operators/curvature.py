@@ -111,7 +111,7 @@ def hessian(
         \\epsilon^{2/3}$ for gradients of the precision $\\epsilon$, 5e-4 in float32 and
         7e-10 in float64, and error bars and intervals count them as rounding, also of
         answers that would be exact. That is measured, and holds where the Hessian varies
-        little if every entry of `x` changes by a thousandth of their root mean square (in
+        little if every entry of `x` changes by a thousandth of their usual size (in
         float64 by a millionth): scale parameters alike. [`traceax.check_operator`][]
         shows errors that are larger.
 
@@ -127,11 +127,13 @@ def hessian(
     **Raises:**
 
     - `TypeError` if `fn` does not return a real scalar, or `x` has complex arrays or no
-        floating ones.
+        floating ones; for differences if the gradient is coarser than float32.
     - `ValueError` if `batches` has no arrays, or something else in it; if stacked batches
         have leading axes of several lengths; if batches in a list differ in more than the
-        number of examples; if `chunk_size` is below 1, or is given without batches; or if
-        `product` is something else.
+        number of examples; if `chunk_size` is below 1, or is given without batches; if
+        `product` is something else; or for differences if an entry of `x` is a thousand
+        times as large as most others (in float64 $10^8$ times). Where `x` is traced, and
+        with batches, products are NaN then.
     """
     if product not in ("exact", "difference"):
         raise ValueError(
