@@ -9,6 +9,7 @@ Since the unit vectors add up to `sum_i e_i e_i* = I`, the operator is
 import dataclasses
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
@@ -24,22 +25,24 @@ def exact(
 ) -> Estimate:
     """The quantity itself, from n matvecs with unit vectors. Memory is one block of
     vectors, forward and in reverse mode."""
-    size = operator.size
+    size, inexact = operator.size, operator.error > 0
+
+    def squared_sum(norms, valid):
+        return jnp.sum(jnp.where(valid, norms, 0) ** 2)
 
     def read_column(operator, index):
         unit = jnp.zeros(size, operator.dtype).at[index].set(1)
         image = operator.mv(unit)
-        return quantity.read(unit, image), jnp.linalg.norm(image) / size**0.5
+        # Errors of approximate matvecs are relative to the norms of columns.
+        norm = jnp.linalg.norm(jax.lax.stop_gradient(image)) if inexact else ()
+        return quantity.read(unit, image), norm
 
     # Without the checkpoint reverse mode would keep all n columns. The loop around it
     # prevents common subexpressions already, and JAX's barrier against them takes time.
     read_column = eqx.filter_checkpoint(read_column, prevent_cse=False)
-    # Sums of squares are made only of approximate matvecs.
-    inexact = operator.error > 0
-    squared_sum = lambda x: jnp.sum(x**2)  # noqa: E731
     value, squares = fold(
         read_column,
-        reduce=lambda outs, _: (squared_sum(outs[1]),) if inexact else (),
+        reduce=lambda outs, valid: (squared_sum(outs[1], valid),) if inexact else (),
         merge=lambda parts: tuple(map(jnp.sum, parts)),
         operator=operator,
         k=size,
@@ -48,8 +51,8 @@ def exact(
     estimate = _exact_estimate(value, size)
     if not (inexact and quantity.linear):
         return dataclasses.replace(estimate, rounding=operator.rounding * inexact)
-    # Errors of entries are relative to the norms of columns.
-    norm = jnp.sqrt(squares[0] * (size if value.ndim == 0 else 1))
+    # Of a trace they add up like squares; of an entry the mean column stands for its own.
+    norm = jnp.sqrt(squares[0] / (1 if value.ndim == 0 else size))
     return dataclasses.replace(estimate, rounding=operator.rounding, magnitude=norm)
 
 
