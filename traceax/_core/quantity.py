@@ -100,6 +100,17 @@ class AbstractQuantity(eqx.Module):
         Hermitian or not."""
         return self.linear and hermitian
 
+    def scalars(self, entries: Array) -> Array | None:
+        """The q scalars of a result of `read` whose joint distribution is kept, shape
+        `(q,)`, in the order of the leaves that users see. None for a single number, and
+        for a quantity without scalars.
+
+        **Arguments:**
+
+        - `entries`: an array of the shape of `read`.
+        """
+        return None
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         """An estimate in the form that users see; by default by `arrange`.
 
@@ -224,6 +235,9 @@ class LeafTraces(_Structured):
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, " p"]:
         return self.read(rotate(left), image)
+
+    def scalars(self, entries: Array) -> Array:
+        return entries
 
     def arrange(self, entries: Array) -> PyTree[Array]:
         return tree_unflatten(self.treedef, list(entries))

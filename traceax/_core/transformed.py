@@ -1,0 +1,171 @@
+"""The parts of a solution that is a function of the scalars of another one.
+
+The samples of such a solution are `f(T) + sum_j df/dT_j (t_ij - T_j)`, with the samples
+t_ij of the scalars T_j: their mean is its value. Quadrature errors d_j of the scalars add
+up to `sum_j |df/dT_j| d_j`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Real
+
+from .covariance import correlation_of, errors_of_parts, join_parts, real_parts
+from .jax_interfaces import Jaxpr, Literal
+from .moments import Moments, sampling_quantiles
+from .transform import propagate
+
+
+class Scalars(eqx.Module):
+    """The scalars of a solution as real numbers, of which complex scalars have two (see
+    `covariance.py`), with the samples that they have in common.
+
+    - `value`, `std_err`: the scalars and their error bars, shape `(p,)`.
+    - `correlation`: of the scalars, shape `(p, p)`.
+    - `samples`: shape `(m, p)`, infinite where no sample was made; None if there are
+        none.
+    """
+
+    value: Real[Array, " p"]
+    std_err: Real[Array, " p"]
+    correlation: Real[Array, "p p"]
+    samples: Real[Array, "m p"] | None
+
+    @classmethod
+    def of(cls, value: PyTree, std_err: PyTree, stats: dict[str, Any]) -> "Scalars":
+        """The scalars among the leaves of `value`, which have one dtype."""
+        numbers, errors = jnp.stack(_scalars(value)), jnp.stack(_scalars(std_err))
+        parts, samples = real_parts(numbers), stats.get("joint_samples")
+        if samples is None and "samples" in stats:
+            samples = stats["samples"][:, None]
+        if samples is None:
+            errors = jnp.resize(errors, parts.shape)
+            return cls(parts, errors, jnp.eye(parts.size, dtype=parts.dtype), None)
+        made = jnp.isfinite(samples[:, 0])
+        errors = errors_of_parts(errors, samples, made)
+        correlation = stats.get("correlation")
+        if correlation is None:
+            correlation = correlation_of(samples, made)
+        samples = jnp.where(made[:, None], real_parts(samples), jnp.inf)
+        return cls(parts, errors, correlation, samples)
+
+
+def _scalars(tree: PyTree[Array]) -> list[Array]:
+    return [x for x in jax.tree.leaves(tree) if jnp.ndim(x) == 0]
+
+
+def check_function(fn: Callable[[PyTree], PyTree], value: PyTree) -> None:
+    """Raise if the function uses an array of the value, whose entries have error bars but
+    no covariance, or does not return scalars."""
+    code, out = jax.make_jaxpr(fn, return_shape=True)(value)
+    pairs = zip(jax.tree.leaves(value), _used(code.jaxpr), strict=True)
+    arrays = [x.shape for x, is_used in pairs if is_used and x.ndim > 0]
+    if arrays:
+        raise ValueError(
+            "`fn` must be a function of the scalars of `value`: the covariance of the "
+            f"entries of an array is not known. Found that it uses arrays of shape "
+            f"{arrays}. Leave them out."
+        )
+    kinds = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(out)]
+    inexact = all(jnp.issubdtype(dtype, jnp.inexact) for _, dtype in kinds)
+    if len(set(kinds)) != 1 or kinds[0][0] != () or not inexact:
+        raise ValueError(
+            "`fn` must return a floating-point scalar, or a PyTree of such scalars of "
+            f"one dtype. Found leaves of shapes and dtypes {kinds}."
+        )
+
+
+def _used(code: Jaxpr) -> list[bool]:
+    """For each argument, whether a result depends on it."""
+    used = {x for x in code.outvars if not isinstance(x, Literal)}
+    for eqn in reversed(code.eqns):
+        if used.intersection(eqn.outvars):
+            used |= {x for x in eqn.invars if not isinstance(x, Literal)}
+    return [x in used for x in code.invars]
+
+
+@eqx.filter_jit
+def transformed(
+    fn: Callable[[PyTree], PyTree], value: PyTree, std_err: PyTree, stats: dict[str, Any]
+) -> dict[str, Any]:
+    """The value of `fn(value)`, its `std_err` and `stats`, and whether a critical number
+    of the function may be zero (`near_zero`)."""
+    results, (leaves, treedef) = fn(value), jax.tree.flatten(value)
+    leaves, std_err, stats = jax.lax.stop_gradient((leaves, std_err, stats))
+    scalars, dtype = Scalars.of(leaves, std_err, stats), leaves[0].dtype
+
+    def evaluate(parts):
+        numbers = iter(join_parts(parts, dtype))
+        filled = [next(numbers) if x.ndim == 0 else x for x in leaves]
+        out = fn(jax.tree.unflatten(treedef, filled))
+        return real_parts(jnp.stack(jax.tree.leaves(out)))
+
+    def arrange(numbers):
+        return jax.tree.unflatten(jax.tree.structure(results), list(numbers))
+
+    flat = jax.lax.stop_gradient(jnp.stack(jax.tree.leaves(results)))
+    confidence = jnp.asarray(0.95, scalars.value.dtype)
+    counts = {x: stats[x] for x in ("num_samples", "freedom") if x in stats}
+    settings = {"quantile": sampling_quantiles(confidence, flat[0], counts)}
+    settings |= {"correlation": scalars.correlation}
+    whole = propagate(evaluate, scalars.value, scalars.std_err, **settings)
+    slopes = jax.jacfwd(evaluate)(scalars.value)
+    error = arrange(_magnitude(whole.std_err, flat.dtype))
+    removed = ("samples", "joint_samples", "correlation", "skewness")
+    removed += ("bounds", "proven_bounds", "bracket", "sample_brackets")
+    new = {name: x for name, x in stats.items() if name not in removed}
+    new["std.err"] = error
+    if scalars.samples is not None:
+        made = jnp.isfinite(scalars.samples[:, :1])
+        moves = jnp.where(made, scalars.samples - scalars.value, 0)
+        samples = join_parts(moves @ slopes.T, flat.dtype) + flat
+        samples = jnp.where(made, samples, jnp.inf)
+        skewness = Moments.of(samples, made[:, 0]).skewness
+        new["skewness"] = arrange(skewness)
+        if isinstance(results, jax.Array):
+            new["samples"] = samples[:, 0]
+            if "freedom" not in stats:
+                del new["skewness"]
+        else:
+            new |= {"joint_samples": samples, "correlation": whole.correlation}
+    for name in ("bounds", "proven_bounds"):
+        if name in stats:
+            pairs = [x for x in jax.tree.leaves(stats[name]) if x.ndim == 2]
+            distance, bars = _errors_of_bounds(jnp.stack(pairs), scalars)
+            sampling = propagate(evaluate, scalars.value, bars, **settings).std_err
+            terms = jnp.where(slopes == 0, 0, jnp.abs(slopes)) * jnp.where(
+                slopes == 0, 0, distance
+            )
+            apart = _magnitude(jnp.sum(terms, axis=1), flat.dtype)
+            sampling = _magnitude(sampling, flat.dtype)
+            ends = jnp.stack([flat.real - apart, flat.real + apart])
+            both = jnp.stack([ends, jnp.broadcast_to(sampling, ends.shape)], axis=1)
+            new[name] = arrange(jnp.moveaxis(both, -1, 0))
+    return {
+        "value": results,
+        "std_err": error,
+        "stats": new,
+        "near_zero": whole.near_zero,
+    }
+
+
+def _magnitude(parts: Real[Array, " p"], dtype: jnp.dtype) -> Real[Array, " o"]:
+    """The errors of numbers of this dtype from those of their parts."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return parts
+    return jnp.hypot(*jnp.split(parts, 2))
+
+
+def _errors_of_bounds(
+    bounds: Real[Array, "q 2 2"], scalars: Scalars
+) -> tuple[Real[Array, " p"], Real[Array, " p"]]:
+    """The larger distance of each scalar from its bounds, and their larger standard
+    error."""
+    ends, bars = bounds[:, :, 0], jnp.max(bounds[:, :, 1], axis=1)
+    middle = scalars.value[: len(ends), None]
+    distance = jnp.where(ends == middle, 0, jnp.abs(ends - middle))
+    repeat = lambda x: jnp.resize(x, scalars.value.shape)  # noqa: E731
+    return repeat(jnp.max(distance, axis=1)), repeat(bars)
