@@ -161,9 +161,11 @@ class AbstractStreamingEstimator(AbstractEstimator):
             (moments,) = summaries
             return (SignMoments.merge(moments),)
 
-        # Samples are kept for `Solution.stats` if they are numbers. Arrays, such as
-        # diagonals, would take memory that grows with k.
-        scalar = eqx.filter_eval_shape(body, operator, jnp.zeros((), int))[0].ndim == 0
+        # Samples are kept for `Solution.stats` if they are numbers, one or several.
+        # Arrays, such as diagonals, would take memory that grows with k.
+        sample = eqx.filter_eval_shape(body, operator, jnp.zeros((), int))[0]
+        scalar = sample.ndim == 0
+        joint = eqx.filter_eval_shape(quantity.scalars, sample)
         streamed = stream(
             fn=body,
             reduce=reduce,
@@ -171,7 +173,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
             operator=operator,
             k=k,
             execution=execution,
-            keep=scalar,
+            keep=scalar or joint is not None,
             quantity=quantity,
         )
         (moments,) = streamed.summary

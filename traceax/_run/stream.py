@@ -37,7 +37,7 @@ class Streamed(eqx.Module):
     - `loop`: how the loop over rounds ended.
     """
 
-    samples: Inexact[Array, " m"] | None
+    samples: Inexact[Array, "m ..."] | None
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
     mean: Callable[[], Inexact[Array, "*q"]]
@@ -88,7 +88,7 @@ def stream(
         samples=samples,
         others=others,
         summary=merge(parts),
-        mean=lambda: jnp.mean(samples),
+        mean=lambda: jnp.mean(samples, axis=0),
         count=k,
         loop=LoopResult(),
     )
