@@ -35,8 +35,8 @@ class Whole(AbstractQuantity):
 QUANTITIES = {
     "whole": Whole(),
     "trace": Trace(),
-    "diagonal": Diagonal.of(STRUCTURE),
-    "leaves": LeafTraces.of(STRUCTURE),
+    "diagonal": Diagonal().for_structure(STRUCTURE),
+    "leaves": LeafTraces().for_structure(STRUCTURE),
 }
 OF_WHOLE = {
     "whole": lambda x: x,

@@ -87,7 +87,7 @@ def diagonal(
     estimate diagonals.
     """
     return measure(
-        Diagonal.of,
+        Diagonal(),
         operator,
         estimator,
         k=k,
@@ -151,7 +151,7 @@ def leaf_traces(
     estimate traces of leaves.
     """
     return measure(
-        LeafTraces.of,
+        LeafTraces(),
         operator,
         estimator,
         k=k,

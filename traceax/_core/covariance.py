@@ -29,7 +29,7 @@ def join_parts(parts: Real[Array, "*m p"], dtype: jnp.dtype) -> Inexact[Array, "
     return jax.lax.complex(*jnp.split(parts, 2, axis=-1))
 
 
-def _deviations(
+def deviations(
     samples: Inexact[Array, "m q"], valid: Bool[Array, " m"]
 ) -> tuple[Real[Array, "m p"], Real[Array, " p"]]:
     """Deviations of the `valid` samples from their mean, in units of their root mean
@@ -50,10 +50,17 @@ def correlation_of(
 ) -> Real[Array, "p p"]:
     """The correlation of the columns of the `valid` samples, the first of which is one.
     Columns without any spread are taken to be uncorrelated."""
-    unit, _ = _deviations(samples, valid)
-    count = jnp.maximum(jnp.sum(valid), 1)
-    correlation = jnp.matmul(unit.T, unit, precision="highest") / count
-    return jnp.where(jnp.eye(len(correlation), dtype=bool), 1, correlation)
+    unit, _ = deviations(samples, valid)
+    return normalise_covariance(jnp.matmul(unit.T, unit, precision="highest"))
+
+
+def normalise_covariance(covariance: Real[Array, "p p"]) -> Real[Array, "p p"]:
+    """The correlation that goes with a covariance. Numbers without any variance are taken
+    to be uncorrelated."""
+    size = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), 0))
+    size = jnp.where(size > 0, size, 1)
+    correlation = jnp.clip(covariance / size / size[:, None], -1, 1)
+    return jnp.where(jnp.eye(len(size), dtype=bool), 1, correlation)
 
 
 def errors_of_parts(
@@ -63,7 +70,7 @@ def errors_of_parts(
     parts by the spread of their samples."""
     if not jnp.iscomplexobj(samples):
         return std_err
-    _, spread = _deviations(samples, valid)
+    _, spread = deviations(samples, valid)
     real, imag = jnp.split(spread, 2)
     total = jnp.hypot(real, imag)
     # Without any spread each part may have the whole error.

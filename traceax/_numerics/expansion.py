@@ -14,16 +14,20 @@ In the code: the rows of `own` are the estimates' own pairs, `changes` gives the
 """
 
 import abc
+import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._core.covariance import deviations, normalise_covariance, real_parts
+from .._core.joint import join, JointMoments, scalars_of
 from .._core.moments import Moments
-from .._core.quantity import AbstractQuantity
+from .._core.quantity import AbstractQuantity, sum_rows
+from .dense import eigh
 from .leave_one_out import distinct_pairs, Pairs
 
 
@@ -122,52 +126,82 @@ class AbstractLeaveOneOut(AbstractExpansion):
     ) -> Real[Array, "*q"] | float:
         """See `leave_one_out.sample_covariance`. It uses only pairs of nearby indices,
         cyclically: all pairs have the same expectation."""
+
+        def product(change, mirrored, weight):
+            return jnp.tensordot(weight, (change * mirrored.conj()).real, 1)
+
+        return self._mean_of_pairs(quantity.read, product, valid)
+
+    def scalar_covariance(
+        self, read: Callable[[Array, Array], Array], valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "p p"]:
+        """The covariance of the scalars that `read` returns, in two different estimates.
+        Complex scalars count as in `real_parts`."""
+
+        def product(change, mirrored, weight):
+            change, mirrored = real_parts(change), real_parts(mirrored)
+            total = jnp.matmul(weight * change.T, mirrored, precision="highest")
+            return (total + total.T) / 2
+
+        return self._mean_of_pairs(read, product, valid)
+
+    def _mean_of_pairs(
+        self,
+        read: Callable[[Array, Array], Array],
+        product: Callable[[Array, Array, Array], Array],
+        valid: Bool[Array, " m"] | None,
+    ) -> Array:
+        """The mean of a product of two changes, `t_(i|j) - t_i` and `t_(j|i) - t_j`."""
         m = len(self.own()[0][0])
         index, count = jnp.arange(m), m if valid is None else jnp.sum(valid)
         period = jnp.maximum(count, 1)
 
-        def add(distance, total):
+        def term(distance):
             ahead, behind = (index + distance) % period, (index - distance) % period
-            change = _rows(quantity, self.changes(ahead))
-            mirrored = _rows(quantity, self.changes(behind))[ahead]
-            product = change * mirrored.conj()
+            change = _rows(read, self.changes(ahead))
+            mirrored = _rows(read, self.changes(behind))[ahead]
             # Twice for (i, j) and (j, i), which are conjugate; at half of the period both
             # are among the rows already.
             weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
-            return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
+            return product(change, mirrored, weight.astype(change.real.dtype))
 
-        zeros = jnp.zeros_like(_rows(quantity, self.own())[0].real)
+        shape = jax.eval_shape(term, index[0])
         farthest = jnp.minimum(count // 2, _MAX_PARTNERS // 2)
-        total = jax.lax.fori_loop(1, farthest + 1, add, zeros)
+        total = jax.lax.fori_loop(
+            1,
+            farthest + 1,
+            lambda distance, total: total + term(distance),
+            jnp.zeros(shape.shape, shape.dtype),
+        )
         return total / jnp.maximum(count * jnp.minimum(count - 1, _MAX_PARTNERS), 1)
 
 
-def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
-    """The quantity of each row, summed over the pairs."""
-    return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
-
-
-def _sum(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
-    """The sum of the rows. For long rows a reduction takes forty times as long on CPU as
-    this matrix product."""
-    return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision="highest")
+def _rows(
+    read: Callable[[Array, Array], Array], pairs: Sequence[Pair]
+) -> Inexact[Array, "m ..."]:
+    """What is read of each row, summed over the pairs."""
+    return ft.reduce(jnp.add, [jax.vmap(read)(*pair) for pair in pairs])
 
 
 class Reading(eqx.Module):
     """The estimates of a quantity from several estimates of an operator, and their error.
 
-    - `samples`: the quantity of each estimate, if it is a scalar.
+    - `samples`: the quantity of each estimate if it is a scalar; of several scalars, as
+        in `Estimate`, shape `(m, q)`; else None.
     - `moments`: the moments of the samples.
     - `std_err`: the standard error of their mean.
-    - `magnitude`: what rounding errors are relative to.
+    - `magnitude`: what rounding errors are relative to, one number or of the shape of
+        `std_err`.
     - `extra`: entries for `Solution.stats`.
+    - `correlation`: that of the means of several scalars; None for that of the samples.
     """
 
-    samples: Inexact[Array, " m"] | None
-    moments: Moments
+    samples: Inexact[Array, "m ..."] | None
+    moments: JointMoments
     std_err: Real[Array, "*q"]
-    magnitude: Real[Array, ""]
+    magnitude: Real[Array, "*q"] | Real[Array, ""]
     extra: dict[str, Array] = eqx.field(default_factory=dict)
+    correlation: Real[Array, "p p"] | None = None
 
 
 def read(
@@ -180,25 +214,80 @@ def read(
     """The quantity of the `valid` estimates, which come first. Samples may be
     `skewed`."""
     ones = jnp.ones_like(expansion.products[0])
-    common, own = _sum(_rows(quantity, [expansion.shared])), expansion.own()
+    shared = _rows(quantity.read, [expansion.shared])
+    common, own = sum_rows(shared), expansion.own()
     if quantity.diagonal_only:
         common = common + expansion.shift * quantity.read(ones, ones)
     elif expansion.probes is not None:
         own = [*own, (expansion.probes, expansion.shift * expansion.probes)]
-    samples = common + _rows(quantity, own)
+    samples = common + _rows(quantity.read, own)
     moments = Moments.of(samples, valid, skewed=skewed)
     covariance = _steady(expansion.covariance(quantity, valid), moments)
     std_err = moments.std_err(covariance)
-    squares = _rows(quantity, [(expansion.products, expansion.products)])
-    # One number for all entries: a basis is accurate to the roundoff of its columns,
-    # whatever the size of an entry.
-    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(squares))))
+    kept = samples if samples.ndim == 1 else jax.vmap(quantity.scalars)(samples)
     return Reading(
-        samples=samples if samples.ndim == 1 else None,
-        moments=moments,
+        samples=kept,
+        moments=JointMoments((moments,), joined=False),
         std_err=std_err,
-        magnitude=magnitude,
+        magnitude=quantity.magnitude(expansion.products),
     )
+
+
+def join_readings(
+    quantity: AbstractQuantity,
+    readings: Sequence[Reading],
+    expansion: Callable[[], AbstractExpansion] | None,
+    valid: Bool[Array, " m"] | None,
+) -> Reading:
+    """The reading of a quantity from those of its parts."""
+    columns = [x.samples for x in readings if x.samples is not None]
+    samples = columns[0] if columns and not quantity.joined else None
+    if columns and quantity.joined:
+        samples = jnp.concatenate([x.reshape(len(x), -1) for x in columns], axis=1)
+    correlation = None
+    if samples is not None and samples.ndim > 1 and expansion is not None:
+        estimates = expansion()
+        if samples.shape[1] > 1 and isinstance(estimates, AbstractLeaveOneOut):
+            correlation = _correlation(quantity, estimates, samples, valid)
+    if not quantity.joined:
+        return dataclasses.replace(readings[0], correlation=correlation)
+    moments = [part for reading in readings for part in reading.moments.parts]
+    magnitudes = [jnp.broadcast_to(x.magnitude, x.std_err.shape) for x in readings]
+    return Reading(
+        samples=samples,
+        moments=JointMoments(tuple(moments), joined=True),
+        std_err=join([x.std_err for x in readings]),
+        magnitude=join(magnitudes),
+        correlation=correlation,
+    )
+
+
+def _correlation(
+    quantity: AbstractQuantity,
+    expansion: AbstractLeaveOneOut,
+    samples: Inexact[Array, "m q"],
+    valid: Bool[Array, " m"] | None,
+) -> Real[Array, "p p"]:
+    """The correlation of the means of scalars. Their covariance is `S / m + C`, with S
+    that of the samples, and C that of two estimates."""
+
+    def read(left, image):
+        scalars = [scalars_of(x, x.read(left, image)) for x in quantity.parts]
+        return jnp.concatenate([x for x in scalars if x is not None])
+
+    valid = jnp.ones(len(samples), bool) if valid is None else valid
+    unit, size = deviations(samples, valid)
+    count = jnp.maximum(jnp.sum(valid), 2).astype(size.dtype)
+    within = jnp.matmul(unit.T, unit, precision="highest") / count / (count - 1)
+    known = size > 0
+    scale = jnp.where(known, 1 / jnp.where(known, size, 1), 0)
+    between = expansion.scalar_covariance(read, valid)
+    # Noise makes the estimate of C indefinite; variances without it count as 0 too. With
+    # the nearest semidefinite matrix, sums of scalars that vanish still do.
+    values, vectors = eigh(scale[:, None] * between * scale)
+    vectors = vectors * jnp.sqrt(jnp.maximum(values, 0))
+    total = within + jnp.matmul(vectors, vectors.T, precision="highest")
+    return normalise_covariance(total)
 
 
 def noise_gain(
@@ -208,7 +297,8 @@ def noise_gain(
 ) -> Real[Array, "*q"]:
     """The standard deviation of the quantity for a matrix of independent entries of
     variance one, estimated from pairs of independent probes."""
-    squares = jnp.abs(_rows(quantity, [(probes, jnp.roll(probes, 1, axis=0))])) ** 2
+    pairs = [(probes, jnp.roll(probes, 1, axis=0))]
+    squares = jnp.abs(_rows(quantity.read, pairs)) ** 2
     count = len(probes) if valid is None else jnp.maximum(jnp.sum(valid), 1)
     return jnp.sqrt(jnp.sum(squares, axis=0) / count)
 
@@ -306,6 +396,6 @@ class OneSided(AbstractLeaveOneOut):
             (-2 * size * e.conj(), w * g2 * g, e),
         ]
         alone = -2 * size * b * e * jnp.sum(w * g2, axis=1)[:, None]
-        total = _sum(alone.real)
-        total += sum(_sum((x * (mixed @ y)).real) for x, mixed, y in terms)
+        total = sum_rows(alone.real)
+        total += sum(sum_rows((x * (mixed @ y)).real) for x, mixed, y in terms)
         return total / jnp.maximum(jnp.sum(used), 1)
