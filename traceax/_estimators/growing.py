@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
-from .._numerics.expansion import Reading
+from .._numerics.reading import Reading
 from .._run.budget import Budget, default_max_k, one_round
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch

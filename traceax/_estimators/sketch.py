@@ -24,13 +24,8 @@ from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, check_full_support, draw_for
 from .._core.shifted import is_trace
 from .._core.solution import Estimate
-from .._numerics.expansion import (
-    AbstractExpansion,
-    join_readings,
-    noise_gain,
-    read,
-    Reading,
-)
+from .._numerics.expansion import AbstractExpansion
+from .._numerics.reading import join_readings, noise_gain, read, Reading
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, column_reader, Frame
