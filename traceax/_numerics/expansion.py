@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.covariance import real_parts
-from .._core.quantity import AbstractQuantity
+from .._core.quantity import AbstractQuantity, sum_rows
 from .leave_one_out import distinct_pairs, Pairs
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._core.covariance import deviations, normalise_covariance
 from .._core.joint import join, JointMoments, scalars_of
 from .._core.moments import Moments
-from .._core.quantity import AbstractQuantity
+from .._core.quantity import AbstractQuantity, sum_rows
 from .dense import eigh
 from .expansion import AbstractExpansion, AbstractLeaveOneOut, read_rows
 
