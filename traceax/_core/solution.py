@@ -86,11 +86,17 @@ class Estimate(eqx.Module):
             self, **{name: fn(x) for name, x in kinds.items() if x is not None}
         )
 
-    def moved(self, offset: Inexact[Array, "*q"]) -> "Estimate":
+    def moved(
+        self, offset: Inexact[Array, "*q"], *, of_sample: Array | None = None
+    ) -> "Estimate":
         """The estimate plus a number that is known exactly, of the shape of `value`. Only
-        the value takes on its derivatives."""
+        the value takes on its derivatives. `of_sample` is that number in the shape of a
+        sample, if that is another one."""
         constant = jax.lax.stop_gradient(offset)
         samples, extra = self.samples, self.extra
+        if samples is not None:
+            moves = constant if of_sample is None else jax.lax.stop_gradient(of_sample)
+            samples = samples + moves.astype(samples.dtype)
         # Estimators of users may have none.
         brackets = {
             name: extra[name] + constant.real
@@ -100,7 +106,7 @@ class Estimate(eqx.Module):
         moved = dataclasses.replace(
             self,
             value=self.value + offset.astype(self.value.dtype),
-            samples=None if samples is None else samples + constant.astype(samples.dtype),
+            samples=samples,
             extra=extra | brackets,
         )
         # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.

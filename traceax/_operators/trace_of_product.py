@@ -62,6 +62,8 @@ class TraceOfProduct(AbstractQuantity):
         return TraceOfProduct(entered)
 
     def open(self) -> "TraceOfProduct":
+        if isinstance(self.other, FlatOperator):
+            return self
         assert isinstance(self.other, EnteredOperator)
         return TraceOfProduct(self.other.open()[0])
 
