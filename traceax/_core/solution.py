@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .covariance import covariance_of
 from .interval import check_confidence, interval_of, TESTED_CONFIDENCE
 from .report import as_number, describe_solution, fetch, has_numbers, reading
 from .results import failure, first_failure, RESULTS
@@ -320,8 +319,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
         """The covariance of the scalars of `value`, in the order of its leaves: real, of
         shape `(q, q)`; for complex scalars that of all real and then all imaginary parts,
         of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`."""
-        scalars = Scalars.of(self.value, self.std_err, self.stats)
-        return covariance_of(scalars.correlation, scalars.std_err)
+        return Scalars.of(self.value, self.std_err, self.stats).covariance
 
     def __repr__(self) -> str:
         names = "num_matvecs", "num_samples", "num_steps", "exact", "bounds"
