@@ -71,6 +71,10 @@ def propagate(
 
     origin = jnp.zeros_like(at)
     slopes, curvatures = _derivatives(scaled, origin)
+    # What is known without an error has no derivatives but rounding errors.
+    uncertain = finite > 0
+    slopes = jnp.where(uncertain, slopes, 0)
+    curvatures = jnp.where(uncertain & uncertain[:, None], curvatures, 0)
     unit = jnp.maximum(jnp.max(jnp.abs(slopes), 1), jnp.max(jnp.abs(curvatures), (1, 2)))
     unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1)
     u, k = slopes / unit[:, None], curvatures / unit[:, None, None]
