@@ -188,5 +188,5 @@ def _critical_numbers(code: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
 
 def _values(code: ClosedJaxpr, of: Sequence[Any], args: Sequence[Array]) -> list[Array]:
     """The values of variables of traced code."""
-    jaxpr = code.jaxpr.replace(outvars=list(of), debug_info=None)
+    jaxpr = code.jaxpr.replace(outvars=list(of))
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, code.consts))(*args)
