@@ -282,6 +282,11 @@ class LeafTraces(StructuredQuantity):
         return tree_unflatten(self.treedef, list(entries))
 
 
+for _class in (Diagonal, LeafTraces):
+    _class.__init__.__doc__ = """**Arguments:** none. Calls fill in `treedef` and
+    `shapes`, the structure of the operator's vectors."""
+
+
 def sum_rows(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
     """The sum of the rows. For long rows a reduction takes forty times as long on CPU as
     this matrix product."""
