@@ -13,7 +13,8 @@ import pytest
 import traceax as tx
 from traceax._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from traceax._estimators.auto_diagonal import _XNysDiagOrSigns
-from traceax._numerics.expansion import OneSided, read
+from traceax._numerics.expansion import OneSided
+from traceax._numerics.reading import read
 from traceax._run.budget import Budget
 
 from ..helpers import hermitian
@@ -35,8 +36,8 @@ class Whole(AbstractQuantity):
 QUANTITIES = {
     "whole": Whole(),
     "trace": Trace(),
-    "diagonal": Diagonal.of(STRUCTURE),
-    "leaves": LeafTraces.of(STRUCTURE),
+    "diagonal": Diagonal().for_structure(STRUCTURE),
+    "leaves": LeafTraces().for_structure(STRUCTURE),
 }
 OF_WHOLE = {
     "whole": lambda x: x,
@@ -152,7 +153,7 @@ def readings(sketch):
     def one(quantity):
         skewed = not quantity.entrywise
         seen = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
-        moments = seen.moments
+        (moments,) = seen.moments.parts
         return scaled(sketch, moments.mean, moments.independent_std_err, seen.std_err)
 
     return {name: one(quantity) for name, quantity in QUANTITIES.items()}
@@ -245,9 +246,10 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         sketch = sketch_of(case.estimator, matrix, probes, case.products * m)
         expansion, square = sketch.expansion(), sketch.scale**2
         found = [square * expansion.covariance(QUANTITIES[x], None) for x in names]
-        return expansion, found
+        read = QUANTITIES["leaves"].read
+        return expansion, found, square * expansion.scalar_covariance(read, None)
 
-    expansion, covariances = run(matrix, probes)
+    expansion, covariances, joint = run(matrix, probes)
     estimates, pairs = naive(case, matrix, probes)
     index = np.arange(m)
     ahead = (index[:, None] - index) % m
@@ -258,6 +260,9 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         met = first if one_sided else near
         product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
+    # Of two leaves, in two different estimates.
+    product = np.einsum("ijq,jil->ijql", change, change)[met & ~np.eye(m, dtype=bool)]
+    assert np.allclose(joint, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.slow

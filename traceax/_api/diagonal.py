@@ -87,7 +87,7 @@ def diagonal(
     estimate diagonals.
     """
     return measure(
-        Diagonal.of,
+        Diagonal(),
         operator,
         estimator,
         k=k,
@@ -141,9 +141,11 @@ def leaf_traces(
 
     A [`traceax.Solution`][], whose `value` and `std_err` are PyTrees of the operator's
     structure with a scalar for each leaf. Up to rounding, the values sum to the value of
-    [`traceax.trace`][] with the same key and estimator. `stats["num_samples"]` is the
-    number of samples. Matvecs and derivatives are the same as with `traceax.trace`, and
-    memory is up to 1.3 times as much.
+    [`traceax.trace`][] with the same key and estimator. `solution.covariance` is the
+    covariance of the traces, and `solution.transform` gives a function of them, such as a
+    ratio, one error bar. `stats["num_samples"]` is the number of samples. Matvecs and
+    derivatives are the same as with `traceax.trace`, and memory is up to 1.3 times as
+    much.
 
     **Raises:**
 
@@ -151,7 +153,7 @@ def leaf_traces(
     estimate traces of leaves.
     """
     return measure(
-        LeafTraces.of,
+        LeafTraces(),
         operator,
         estimator,
         k=k,

@@ -1,9 +1,7 @@
 """Any quantity that estimators read from matvecs."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -19,7 +17,7 @@ from .._run.solve import solve
 
 
 def measure(
-    quantity: Callable[[PyTree[jax.ShapeDtypeStruct]], AbstractQuantity],
+    quantity: AbstractQuantity,
     operator: OperatorLike,
     estimator: AbstractEstimator,
     *,
@@ -36,8 +34,8 @@ def measure(
 
     **Arguments:**
 
-    - `quantity`: a function of the structure of the operator's images, a PyTree of
-        `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
+    - `quantity`: an `AbstractQuantity`, of which `for_structure` of the operator's images
+        is estimated.
     - `square`: whether the operator must be square. Norms are defined for others too.
     - The other arguments: as for [`traceax.trace`][].
 
@@ -52,7 +50,8 @@ def measure(
     """
     entered = enter(operator, square=square, second=estimator)
     check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
-    task = Measurement(estimator=estimator, quantity=quantity(entered.image))
+    quantity = quantity.for_structure(entered.image)
+    task = Measurement(estimator=estimator, quantity=quantity)
     task = deflated(task, entered, deflation, k)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw

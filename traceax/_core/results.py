@@ -236,6 +236,18 @@ Likely remedies:
     exact for any vectors.
 """.strip()
 
+_interval_with_zero_msg = """
+The function of `Solution.transform` divides by a number whose 95% interval contains zero,
+or takes its logarithm or a root. The error bar of the function is then not known, and
+reported as infinite.
+
+Likely remedies:
+
+(a) raise `k`, so that the interval becomes narrower; or
+
+(b) use a function that is smooth there: the interval of the number itself is right.
+""".strip()
+
 _interrupted_msg = """
 The `callback` of an adaptive budget raised an exception, which is printed above, and the
 run ended after that round.
@@ -269,6 +281,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         With `throw=True`, and outside of compiled functions, this is a `ValueError`.
     - `inexact_deflation`: for functions of operators, vectors that were passed as
         `deflation` are too far from eigenvectors.
+    - `interval_with_zero`: a function of estimates divides by a number whose interval
+        contains zero, or takes its logarithm or a root.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
     - `outside_domain`: for any other function, a Ritz value was outside its domain, or
         at a pole at zero to within rounding.
@@ -307,6 +321,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     interrupted = _interrupted_msg
     not_null_space = _not_null_space_msg
     inexact_deflation = _inexact_deflation_msg
+    interval_with_zero = _interval_with_zero_msg
 
 
 def describe_failures(result: np.ndarray) -> list[str]:

@@ -1,33 +1,22 @@
 """Answers: the `Estimate` that estimators return, and the `Solution` that calls make of
-it, with its confidence intervals.
-
-For a sampling error e = q std_err, with the quantile q of `sampling_quantiles`, an
-interval is [L - e, U + e]. L and U are `value`, or for functions of operators the bounds
-in `stats`, which allow for the errors of quadrature and rounding; each has its own e.
-"""
+it."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .jax_interfaces import Tracer
-from .moments import sampling_quantiles
+from .interval import check_confidence, interval_of, TESTED_CONFIDENCE
 from .report import as_number, describe_solution, fetch, has_numbers, reading
-from .results import RESULTS
+from .results import failure, first_failure, RESULTS
+from .transformed import check_function, Scalars, transformed
 
 
 _ValueT = TypeVar("_ValueT", bound=PyTree[Inexact[Array, "..."]])
-
-# Up to this confidence measurements support the estimate of the quadrature error in
-# `stats["bounds"]`.
-_TESTED_CONFIDENCE = 0.95
 
 
 class Estimate(eqx.Module):
@@ -37,7 +26,10 @@ class Estimate(eqx.Module):
         trace `()`. The only field that carries derivatives.
     - `std_err`: its standard error, real, of the shape of `value`.
     - `samples`: the per-sample estimates, shape `(m,)`, if `value` is a scalar, which is
-        their mean; else None.
+        their mean. For several scalars (`AbstractQuantity.scalars`) shape `(m, q)`. Else
+        None.
+    - `correlation`: the correlation of these scalars, shape `(p, p)`; None for that of
+        the samples.
     - `num_matvecs`: the number of matrix-vector products with the operator, an integer,
         which may be traced.
     - `rounding`: relative size of rounding errors in `value`, a Python number; 0 for
@@ -67,7 +59,7 @@ class Estimate(eqx.Module):
 
     value: Inexact[Array, "*q"]
     std_err: Real[Array, "*q"]
-    samples: Inexact[Array, " m"] | None
+    samples: Inexact[Array, "m ..."] | None
     num_matvecs: Int[Array, ""] | int
     rounding: float = eqx.field(static=True)
     magnitude: Real[Array, "*q"] | Real[Array, ""] | float = 0.0
@@ -77,6 +69,7 @@ class Estimate(eqx.Module):
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
     skewness: Real[Array, "*q"] | None = None
+    correlation: Real[Array, "p p"] | None = None
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
     method: str = eqx.field(static=True, default="")
     bounds: Real[Array, "2 2 *q"] | None = None
@@ -92,11 +85,17 @@ class Estimate(eqx.Module):
             self, **{name: fn(x) for name, x in kinds.items() if x is not None}
         )
 
-    def moved(self, offset: Inexact[Array, "*q"]) -> "Estimate":
+    def moved(
+        self, offset: Inexact[Array, "*q"], *, of_sample: Array | None = None
+    ) -> "Estimate":
         """The estimate plus a number that is known exactly, of the shape of `value`. Only
-        the value takes on its derivatives."""
+        the value takes on its derivatives. `of_sample` is that number in the shape of a
+        sample, if that is another one."""
         constant = jax.lax.stop_gradient(offset)
         samples, extra = self.samples, self.extra
+        if samples is not None:
+            moves = constant if of_sample is None else jax.lax.stop_gradient(of_sample)
+            samples = samples + moves.astype(samples.dtype)
         # Estimators of users may have none.
         brackets = {
             name: extra[name] + constant.real
@@ -106,7 +105,7 @@ class Estimate(eqx.Module):
         moved = dataclasses.replace(
             self,
             value=self.value + offset.astype(self.value.dtype),
-            samples=None if samples is None else samples + constant.astype(samples.dtype),
+            samples=samples,
             extra=extra | brackets,
         )
         # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.
@@ -237,13 +236,8 @@ class Solution(eqx.Module, Generic[_ValueT]):
         that is not between 0 and 1, or an `equinox` run-time error if it is traced.
         `ValueError` for a batch of solutions.
         """
-        # The samples of a batch would be taken for those of one mean.
-        if any(jnp.ndim(index) > 0 for index in jax.tree.leaves(self.result)):
-            raise ValueError(
-                "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
-                "solution: solution.interval())(solutions)`."
-            )
-        confidence = _check_confidence(confidence)
+        self._refuse_batch("interval()")
+        confidence = check_confidence(confidence)
         names = {"bounds", "proven_bounds"}
         # `DynamicTrace` has neither. Its error bar does not come from samples alone, and
         # takes the quantile of the normal distribution.
@@ -252,11 +246,11 @@ class Solution(eqx.Module, Generic[_ValueT]):
             level = as_number(confidence)
             # Up to this level the skewness does not matter. A program without samples
             # does not depend on their number, and is compiled only once.
-            if not (isinstance(level, float) and level <= _TESTED_CONFIDENCE):
+            if not (isinstance(level, float) and level <= TESTED_CONFIDENCE):
                 names |= skewed
         stats = {name: self.stats[name] for name in sorted(names & self.stats.keys())}
         value, std_err, stats = jax.lax.stop_gradient((self.value, self.std_err, stats))
-        ends = _interval(
+        ends = interval_of(
             value=value,
             std_err=std_err,
             stats=stats,
@@ -264,6 +258,77 @@ class Solution(eqx.Module, Generic[_ValueT]):
             proven=proven,
         )
         return jax.tree.map(as_number, ends)
+
+    def transform(self, fn: Callable[[Any], Any]) -> "Solution[Any]":
+        """A smooth function of the estimate, with one error bar. Where `value` has
+        several scalars, estimated from the same probes, their covariance counts: the
+        error of a ratio is often far smaller than those of its two parts suggest.
+
+        The error bar is that of the delta method: first order, and the second-order terms
+        of variance and bias, which matter with few samples. If `fn` divides by a number
+        whose 95% interval contains zero, or takes its logarithm or a root, the result is
+        `RESULTS.interval_with_zero` and the error bar infinite; nothing is raised.
+
+        !!! Example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import traceax as tx
+
+            def loss(w):
+                return jnp.sum(w["a"] ** 4) + jnp.sum(w["b"] ** 2) * jnp.sum(w["a"])
+
+            point = {"a": jnp.linspace(1.0, 2.0, 100), "b": jnp.ones(100)}
+            operator = tx.hessian(loss, point)
+            solution = tx.leaf_traces(operator, k=20, key=jax.random.key(0))
+            share = solution.transform(lambda t: t["a"] / (t["a"] + t["b"]))
+            print(share.value, "+-", share.std_err)
+            ```
+
+        **Arguments:**
+
+        - `fn`: from `value` to a floating-point scalar, or to a PyTree of such scalars of
+            one dtype. It may use the scalars of `value`, but not its arrays, whose
+            entries have no known covariance. The function must be smooth: at a kink, such
+            as that of `abs` or `max`, the error bar is too small. In loops and branches
+            divisions by zero and the like are not looked for.
+
+        **Returns:**
+
+        A [`traceax.Solution`][] with `fn(value)`, which carries its derivatives, and the
+        same `state` and counts.
+
+        **Raises:**
+
+        `ValueError` if `fn` uses an array or returns anything but scalars, for several
+        scalars without samples in common, and for a batch of solutions.
+        """
+        self._refuse_batch("transform(fn)")
+        check_function(fn, self.value)
+        parts = transformed(fn, self.value, self.std_err, self.stats)
+        near_zero = failure(parts.pop("near_zero"), RESULTS.interval_with_zero)
+        result = first_failure(self.result, near_zero)
+        title = f"Function of: {self.quantity.removeprefix('Function of: ')}"
+        return dataclasses.replace(self, **parts, result=result, quantity=title)
+
+    @property
+    def covariance(self) -> Real[Array, "p p"]:
+        """The covariance of the scalars of `value`, in the order of its leaves: real, of
+        shape `(q, q)`; for complex scalars that of all real and then all imaginary parts,
+        of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`. Entries of
+        diagonals and other arrays have no covariance; a `ValueError` is raised if there
+        is nothing else."""
+        self._refuse_batch("covariance")
+        return Scalars.of(self.value, self.std_err, self.stats).covariance
+
+    def _refuse_batch(self, attribute: str) -> None:
+        # The samples of a batch would be taken for those of one mean.
+        if any(jnp.ndim(index) > 0 for index in jax.tree.leaves(self.result)):
+            raise ValueError(
+                "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
+                f"solution: solution.{attribute})(solutions)`."
+            )
 
     def __repr__(self) -> str:
         names = "num_matvecs", "num_samples", "num_steps", "exact", "bounds"
@@ -310,54 +375,3 @@ class Solution(eqx.Module, Generic[_ValueT]):
             smallest, largest = self.stats["ritz_values"]
             return f"Found Ritz values from {smallest} to {largest}."
         return ""
-
-
-def _check_confidence(confidence: Any) -> Array:
-    """Convert a probability to an array, or raise unless it is between 0 and 1."""
-    fix = "Pass, for example, 0.95."
-    if isinstance(confidence, Tracer):
-        valid = (confidence > 0) & (confidence < 1)
-        return eqx.error_if(confidence, ~valid, "`confidence` must be between 0 and 1.")
-    if not eqx.is_array_like(confidence) or isinstance(confidence, bool | complex):
-        raise TypeError(
-            f"`confidence` must be a number between 0 and 1. Found {confidence!r} of "
-            f"type {type(confidence).__name__}. {fix}"
-        )
-    rounded = np.asarray(confidence, jax.dtypes.canonicalize_dtype(float))
-    if rounded.ndim != 0 or not 0 < rounded < 1:
-        raise ValueError(
-            f"`confidence` must be between 0 and 1. Found {confidence!r}, as {rounded}. "
-            f"{fix}"
-        )
-    return jax.device_put(rounded)
-
-
-@eqx.filter_jit
-def _interval(
-    value: PyTree[Array],
-    std_err: PyTree[Array],
-    stats: dict[str, Any],
-    confidence: Array,
-    proven: bool | None,
-) -> tuple[PyTree[Array], PyTree[Array]]:
-    quantiles = sampling_quantiles(confidence, value, stats)
-    use_proven = (
-        confidence > _TESTED_CONFIDENCE if proven is None else jnp.asarray(proven)
-    )
-
-    def endpoint(side, value, std_err, quantile, bounds=None):
-        distance = 0
-        if bounds is not None:
-            bound, std_err = bounds[0] if side < 0 else bounds[1]
-            # A bound on the other side of the value must not narrow the interval.
-            distance = jnp.maximum(side * (bound - value.real), 0)
-            distance = jnp.where(bound == value.real, 0, distance)  # inf - inf is NaN
-        half = side * (distance + quantile.astype(std_err.dtype) * std_err)
-        return value + (jax.lax.complex(half, half) if jnp.iscomplexobj(value) else half)
-
-    trees = [value, std_err, quantiles]
-    if "bounds" in stats:
-        select = ft.partial(jnp.where, use_proven)
-        trees.append(jax.tree.map(select, stats["proven_bounds"], stats["bounds"]))
-    low, high = (jax.tree.map(ft.partial(endpoint, side), *trees) for side in (-1, 1))
-    return low, high

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, FrobeniusNorm
+from .._core.norms import FrobeniusNorm
+from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
 from .execution import AbstractExecution
 from .fold import fold
@@ -40,7 +41,7 @@ def exact(
     # Without the checkpoint reverse mode would keep all n columns. The loop around it
     # prevents common subexpressions already, and JAX's barrier against them takes time.
     read_column = eqx.filter_checkpoint(read_column, prevent_cse=False)
-    value, squares = fold(
+    value, squares, _ = fold(
         read_column,
         reduce=lambda outs, valid: (squared_sum(outs[1], valid),) if inexact else (),
         merge=lambda parts: tuple(map(jnp.sum, parts)),
@@ -48,11 +49,11 @@ def exact(
         k=size,
         execution=execution,
     )
-    estimate = _exact_estimate(value, size)
+    estimate = _exact_estimate(quantity, value, size)
     if not (inexact and quantity.linear):
         return dataclasses.replace(estimate, rounding=operator.rounding * inexact)
     # Of a trace they add up like squares; of an entry the mean column stands for its own.
-    norm = jnp.sqrt(squares[0] / (1 if value.ndim == 0 else size))
+    norm = jnp.sqrt(squares[0] / (size if quantity.entrywise else 1))
     return dataclasses.replace(estimate, rounding=operator.rounding, magnitude=norm)
 
 
@@ -63,7 +64,8 @@ def exact_from_vector(
     from these, which took `cost` matvecs."""
     # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A, and the
     # matrix of one column, the norms, has the same norms of rows.
-    return _exact_estimate(quantity.read(jnp.ones_like(vector), vector), cost)
+    value = quantity.read(jnp.ones_like(vector), vector)
+    return _exact_estimate(quantity, value, cost)
 
 
 def squares_of_rows(
@@ -80,12 +82,15 @@ def squares_of_rows(
     return execution.map(square_of_row, operator, jnp.arange(size))
 
 
-def _exact_estimate(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:
-    """An estimate without errors. A scalar is its own only sample."""
+def _exact_estimate(
+    quantity: AbstractQuantity, value: Inexact[Array, "*q"], num_matvecs: int
+) -> Estimate:
+    """An estimate without errors. Scalars are their own only sample."""
+    scalars = value if value.ndim == 0 else quantity.scalars(value)
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),
-        samples=value[None] if value.ndim == 0 else None,
+        samples=None if scalars is None else scalars[None],
         num_matvecs=num_matvecs,
         rounding=0.0,
     )

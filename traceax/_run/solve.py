@@ -303,10 +303,12 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
         bounds["proven_bounds"] = estimate.bounds
     bounds = {name: x for name, x in bounds.items() if x is not None}
     bounds = jax.lax.stop_gradient(bounds)
+    rounding = jnp.zeros_like(std_err)
     if estimate.rounding > 0:
         floor = jax.lax.stop_gradient(_rounding_floor(estimate))
         unresolved = jax.lax.stop_gradient(estimate.unresolved)
-        std_err = jnp.hypot(std_err, jnp.hypot(floor, unresolved))
+        rounding = jnp.hypot(floor, unresolved)
+        std_err = jnp.hypot(std_err, rounding)
         # The ends of the bounds contain `unresolved` already.
         bounds = {
             name: jnp.stack([ends[:, 0], jnp.hypot(ends[:, 1], floor)], axis=1)
@@ -319,18 +321,24 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     result = first_failure(estimate.result, nonfinite)
     # Again, because the root of a norm depends on the value.
     std_err = jax.lax.stop_gradient(std_err)
-    num_samples = estimate.num_samples
+    num_samples, joint = estimate.num_samples, None
     if samples is not None:
         # Samples that an adaptive run has not made are infinite.
-        made = jnp.isfinite(samples)
-        num_samples = samples.size if estimate.state is None else jnp.sum(made)
+        joint = samples if samples.ndim == 2 else None
+        made = jnp.isfinite(samples if joint is None else samples[:, 0])
+        num_samples = made.size if estimate.state is None else jnp.sum(made)
     stats = {
         "num_matvecs": estimate.num_matvecs,
         "num_samples": jnp.asarray(num_samples).astype(jnp.int32),
         "num_steps": jnp.zeros((), jnp.int32),
         "std.err": std_err,
     }
-    if samples is None:
+    if joint is not None:
+        stats["joint_samples"] = joint
+        stats["rounding_std_err"] = quantity.arrange(rounding)
+    if estimate.correlation is not None:
+        stats["correlation"] = jax.lax.stop_gradient(estimate.correlation)
+    if samples is None or joint is not None:
         skewness = estimate.skewness
         if skewness is None:
             skewness = jnp.zeros_like(estimate.value.real)

@@ -28,8 +28,8 @@ from .loop import Assessment, iterate, LoopResult, sum_over_rounds
 class Streamed(eqx.Module):
     """The samples of `stream`, and their summary.
 
-    - `samples`: the samples, or None if they are not kept. Entries beyond `count` are
-        infinite.
+    - `samples`: the samples, or what is kept of them, which may be None. Entries beyond
+        `count` are infinite.
     - `others`: the second results of `fn`, filled likewise.
     - `summary`: the merged summary of all samples, whose first entry is their `Moments`.
     - `mean`: a function whose result has the derivatives of the mean.
@@ -37,7 +37,7 @@ class Streamed(eqx.Module):
     - `loop`: how the loop over rounds ended.
     """
 
-    samples: Inexact[Array, " m"] | None
+    samples: Inexact[Array, "m ..."] | None
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
     mean: Callable[[], Inexact[Array, "*q"]]
@@ -54,7 +54,9 @@ def stream(
     execution: AbstractExecution,
     width: int = 1,
     *,
-    keep: bool = True,
+    frozen_fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]]
+    | None = None,
+    keep: Callable[[Array], Array | None] | None = None,
     quantity: AbstractQuantity = Trace(),
 ) -> Streamed:
     """Draw independent samples for the whole budget. `fn(operator, i)` returns sample i
@@ -62,18 +64,31 @@ def stream(
 
     `reduce(outs, valid)` summarises the results of one device, with their `Moments`
     first, and `merge` turns several stacked summaries into one. A summary of no samples
-    is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
-    block of them in memory. An adaptive budget compares the error of the value in the
-    form that `quantity` presents to users with its tolerance.
+    is all zeros. By default all results are kept. With `keep`, what this function takes
+    from each sample is, which may be None, and `fold` holds one block of all else in
+    memory. An adaptive budget compares the error of the value in the form that `quantity`
+    presents to users with its tolerance. Arrays that `fn` closes over must be constant to
+    derivatives, unless `frozen_fn` is the same function in which they are.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
-            fn, reduce, merge, operator, k, execution, width, keep=keep, quantity=quantity
+            fn,
+            reduce,
+            merge,
+            operator,
+            k,
+            execution,
+            width,
+            frozen_fn=frozen_fn or fn,
+            keep=keep,
+            quantity=quantity,
         )
-    if not keep:
-        total, summary = fold(fn, reduce, merge, operator, k, execution, width)
+    if keep is not None:
+        total, summary, samples = fold(
+            fn, reduce, merge, operator, k, execution, width, keep=keep
+        )
         return Streamed(
-            samples=None,
+            samples=samples,
             others=(),
             summary=summary,
             mean=lambda: total / k,
@@ -88,7 +103,7 @@ def stream(
         samples=samples,
         others=others,
         summary=merge(parts),
-        mean=lambda: jnp.mean(samples),
+        mean=lambda: jnp.mean(samples, axis=0),
         count=k,
         loop=LoopResult(),
     )
@@ -103,7 +118,8 @@ def _stream_rounds(
     execution: AbstractExecution,
     width: int,
     *,
-    keep: bool,
+    frozen_fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
+    keep: Callable[[Array], Array | None] | None,
     quantity: AbstractQuantity,
 ) -> Streamed:
     """`stream` for an adaptive budget."""
@@ -116,7 +132,8 @@ def _stream_rounds(
     @jax.jit
     def sample_round(rounds):
         indices = rounds * size + jnp.arange(size)
-        return execution.map_reduce(fn, reduce, frozen, indices, width)
+        outs, parts = execution.map_reduce(frozen_fn, reduce, frozen, indices, width)
+        return outs if keep is None else (jax.vmap(keep)(outs[0]), ()), parts
 
     def step(buffers, rounds):
         outs, parts = sample_round(rounds)
@@ -126,7 +143,7 @@ def _stream_rounds(
                 buffer, new, rounds * size, axis=0
             ),
             results,
-            outs if keep else (None, ()),
+            outs,
         )
         return results, merge(prepend(summary, parts))
 
@@ -134,7 +151,7 @@ def _stream_rounds(
     outs, parts = jax.eval_shape(sample_round, jnp.zeros((), jnp.int32))
     empty_results = jax.tree.map(
         lambda x: jnp.full((num_rounds * size, *x.shape[1:]), _unmade(x.dtype), x.dtype),
-        outs if keep else (None, ()),
+        outs,
     )
     empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
 
