@@ -138,7 +138,7 @@ class _TraceDifference(AbstractFunctionTask):
 def trace_difference(
     operator: OperatorLike,
     other: OperatorLike,
-    function: AbstractSpectralFunction | Callable[[Any], Any],
+    function: PyTree[AbstractSpectralFunction | Callable[[Any], Any]],
     estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -148,7 +148,7 @@ def trace_difference(
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution[Array]:
+) -> Solution[Any]:
     r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
 
     Both operators get the same probes, and the error bar is the standard error of the
@@ -219,16 +219,16 @@ def trace_difference(
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
     hermitian = all(map(is_hermitian, parts))
-    function = as_functions(function, entered.flat.dtype, hermitian=hermitian)
+    functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)
     if hermitian:
-        for each in members_of(function):
+        for each in members_of(functions):
             check_real_on_reals(each, entered.flat.dtype)
     task = _TraceDifference(
         estimator=estimator,
-        function=function,
+        function=functions,
         gradient=LanczosGradient(),
         num_steps=num_steps,
-        quantity=quantity_of(function),
+        quantity=quantity_of(functions),
         preconditioner=preconditioner,
         hermitian=hermitian,
     )
