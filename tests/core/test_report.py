@@ -229,6 +229,9 @@ CALLS = {
     "Difference of traces of Log by SLQEstimator with Lanczos": lambda k: (
         tx.trace_difference(OPERATOR, OPERATOR, tx.Log(), **k)
     ),
+    "Trace, leaf traces by HutchinsonEstimator": lambda k: tx.estimate(
+        OPERATOR, [tx.Trace(), tx.LeafTraces(), tx.Trace()], HUTCHINSON, **k
+    ),
     "Diagonal of Inverse by HutchinsonEstimator": lambda k: tx.diagonal_of_function(
         OPERATOR, tx.Inverse(), HUTCHINSON, **k
     ),

@@ -246,9 +246,10 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         sketch = sketch_of(case.estimator, matrix, probes, case.products * m)
         expansion, square = sketch.expansion(), sketch.scale**2
         found = [square * expansion.covariance(QUANTITIES[x], None) for x in names]
-        return expansion, found
+        read = QUANTITIES["leaves"].read
+        return expansion, found, square * expansion.scalar_covariance(read, None)
 
-    expansion, covariances = run(matrix, probes)
+    expansion, covariances, joint = run(matrix, probes)
     estimates, pairs = naive(case, matrix, probes)
     index = np.arange(m)
     ahead = (index[:, None] - index) % m
@@ -259,6 +260,9 @@ def test_covariance_of_some_pairs(case, monkeypatch):
         met = first if one_sided else near
         product = (change * np.swapaxes(change, 0, 1))[met & ~np.eye(m, dtype=bool)]
         assert np.allclose(found, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
+    # Of two leaves, in two different estimates.
+    product = np.einsum("ijq,jil->ijql", change, change)[met & ~np.eye(m, dtype=bool)]
+    assert np.allclose(joint, np.mean(product, axis=0), rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.slow

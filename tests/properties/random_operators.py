@@ -288,6 +288,20 @@ def leaf_traces(matrix):
     return np.array([np.sum(part) for part in parts])
 
 
+def signs(n):
+    return np.where(np.arange(n) % 3, 1, -1)
+
+
+def joint(operator, matrix, settings):
+    other = lx.DiagonalLinearOperator(jnp.asarray(signs(len(matrix)), matrix.dtype))
+    quantities = {"product": tx.TraceOfProduct(other), "trace": tx.Trace()}
+    return tx.estimate(operator, quantities, **settings)
+
+
+def exact_joint(matrix):
+    return np.array([signs(len(matrix)) @ np.diag(matrix), np.trace(matrix)])
+
+
 def frobenius_products(operator, matrix, settings):
     diagonal = lx.DiagonalLinearOperator(matrix.diagonal())
     return tx.frobenius_products([operator, diagonal], **settings)
@@ -424,6 +438,7 @@ QUANTITIES = {
         by(tx.diagonal, tx.XNysDiagEstimator()), np.diag, "psd", **ENTRIES
     ),
     "leaf-traces": Quantity(by(tx.leaf_traces), leaf_traces, structures=("tree",)),
+    "joint": Quantity(joint, exact_joint, structures=("vector",)),
     "frobenius-norm": Quantity(by(tx.frobenius_norm), np.linalg.norm),
     "frobenius-norm-xnystrace": Quantity(
         by(tx.frobenius_norm, tx.XNysTraceEstimator()), np.linalg.norm, samples=10

@@ -106,6 +106,20 @@ def correlation_of(
     return normalise_covariance(jnp.matmul(unit.T, unit, precision="highest"))
 
 
+def about_strata(
+    samples: Inexact[Array, "m q"], valid: Bool[Array, " m"], num_strata: int
+) -> Inexact[Array, "m q"]:
+    """Samples, of which sample i belongs to the stratum `i mod num_strata`, moved such
+    that strata differ in nothing but chance: their spread is that within strata, and
+    their mean is the same."""
+    rows = valid[:, None]
+    kept = jnp.where(rows, samples, 0).reshape(-1, num_strata, samples.shape[1])
+    count = jnp.maximum(jnp.sum(valid) // num_strata, 1).astype(samples.real.dtype)
+    means = jnp.sum(kept / count, axis=0)
+    moves = jnp.tile(jnp.mean(means, axis=0) - means, (len(kept), 1))
+    return jnp.where(rows, samples + moves, jnp.inf)
+
+
 def normalise_covariance(covariance: Real[Array, "p p"]) -> Real[Array, "p p"]:
     """The correlation that goes with a covariance. Numbers without any variance are taken
     to be uncorrelated."""

@@ -65,7 +65,7 @@ class Estimate(eqx.Module):
     magnitude: Real[Array, "*q"] | Real[Array, ""] | float = 0.0
     unresolved: Real[Array, "*q"] | float = 0.0
     result: Any = None
-    extra: dict[str, Array] = eqx.field(default_factory=dict)
+    extra: dict[str, PyTree[Array]] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
     skewness: Real[Array, "*q"] | None = None
@@ -236,12 +236,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
         that is not between 0 and 1, or an `equinox` run-time error if it is traced.
         `ValueError` for a batch of solutions.
         """
-        # The samples of a batch would be taken for those of one mean.
-        if any(jnp.ndim(index) > 0 for index in jax.tree.leaves(self.result)):
-            raise ValueError(
-                "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
-                "solution: solution.interval())(solutions)`."
-            )
+        self._refuse_batch("interval()")
         confidence = check_confidence(confidence)
         names = {"bounds", "proven_bounds"}
         # `DynamicTrace` has neither. Its error bar does not come from samples alone, and
@@ -296,7 +291,8 @@ class Solution(eqx.Module, Generic[_ValueT]):
         - `fn`: from `value` to a floating-point scalar, or to a PyTree of such scalars of
             one dtype. It may use the scalars of `value`, but not its arrays, whose
             entries have no known covariance. The function must be smooth: at a kink, such
-            as that of `abs` or `max`, the error bar is too small.
+            as that of `abs` or `max`, the error bar is too small. In loops and branches
+            divisions by zero and the like are not looked for.
 
         **Returns:**
 
@@ -305,21 +301,34 @@ class Solution(eqx.Module, Generic[_ValueT]):
 
         **Raises:**
 
-        `ValueError` if `fn` uses an array or returns anything but scalars.
+        `ValueError` if `fn` uses an array or returns anything but scalars, for several
+        scalars without samples in common, and for a batch of solutions.
         """
+        self._refuse_batch("transform(fn)")
         check_function(fn, self.value)
         parts = transformed(fn, self.value, self.std_err, self.stats)
         near_zero = failure(parts.pop("near_zero"), RESULTS.interval_with_zero)
         result = first_failure(self.result, near_zero)
-        title = f"Function of: {self.quantity}"
+        title = f"Function of: {self.quantity.removeprefix('Function of: ')}"
         return dataclasses.replace(self, **parts, result=result, quantity=title)
 
     @property
     def covariance(self) -> Real[Array, "p p"]:
         """The covariance of the scalars of `value`, in the order of its leaves: real, of
         shape `(q, q)`; for complex scalars that of all real and then all imaginary parts,
-        of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`."""
+        of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`. Entries of
+        diagonals and other arrays have no covariance; a `ValueError` is raised if there
+        is nothing else."""
+        self._refuse_batch("covariance")
         return Scalars.of(self.value, self.std_err, self.stats).covariance
+
+    def _refuse_batch(self, attribute: str) -> None:
+        # The samples of a batch would be taken for those of one mean.
+        if any(jnp.ndim(index) > 0 for index in jax.tree.leaves(self.result)):
+            raise ValueError(
+                "This is a batch of solutions. Take one at a time: `jax.vmap(lambda "
+                f"solution: solution.{attribute})(solutions)`."
+            )
 
     def __repr__(self) -> str:
         names = "num_matvecs", "num_samples", "num_steps", "exact", "bounds"

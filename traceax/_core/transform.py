@@ -70,8 +70,11 @@ def propagate(
         return fn(at + finite * x)
 
     origin = jnp.zeros_like(at)
-    slopes = jax.jacfwd(scaled)(origin)
-    curvatures = jax.jacfwd(jax.jacfwd(scaled))(origin)
+    slopes, curvatures = _derivatives(scaled, origin)
+    # What is known without an error has no derivatives but rounding errors.
+    uncertain = finite > 0
+    slopes = jnp.where(uncertain, slopes, 0)
+    curvatures = jnp.where(uncertain & uncertain[:, None], curvatures, 0)
     unit = jnp.maximum(jnp.max(jnp.abs(slopes), 1), jnp.max(jnp.abs(curvatures), (1, 2)))
     unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1)
     u, k = slopes / unit[:, None], curvatures / unit[:, None, None]
@@ -96,6 +99,22 @@ def propagate(
     size = jnp.where(size > 0, size, 1)
     related = jnp.where(jnp.eye(len(size), dtype=bool), 1, first / size / size[:, None])
     return Propagated(slopes, jnp.where(unbounded, jnp.inf, total), related, near_zero)
+
+
+def _derivatives(
+    fn: Callable[[Real[Array, " p"]], Real[Array, " o"]], at: Real[Array, " p"]
+) -> tuple[Real[Array, "o p"], Real[Array, "o p p"]]:
+    """First and second derivatives. Rules of derivatives may overflow or underflow where
+    the function does not: that of 1 / x contains 1 / x^2. There differences over a step
+    of 1, one error bar, take their place."""
+    slopes, curvatures = jax.jacfwd(fn)(at), jax.jacfwd(jax.jacfwd(fn))(at)
+    steps = jnp.eye(at.size, dtype=at.dtype)
+    ahead, behind = jax.vmap(fn)(at + steps).T, jax.vmap(fn)(at - steps).T
+    difference, bend = (ahead - behind) / 2, ahead + behind - 2 * fn(at)[:, None]
+    lost = ~(jnp.abs(slopes) >= jnp.abs(difference) / _MISMATCH)
+    slopes = jnp.where(lost & jnp.isfinite(difference), difference, slopes)
+    bend = jnp.where(steps > 0, jnp.where(jnp.isfinite(bend), bend, 0)[:, None], 0)
+    return slopes, jnp.where(jnp.isfinite(curvatures), curvatures, bend)
 
 
 def _covariance(
@@ -127,9 +146,14 @@ def _may_be_zero(
     size = jnp.max(jnp.abs(slopes), axis=1, initial=0)
     unit = slopes / jnp.where(size > 0, size, 1)[:, None]
     error = size * jnp.sqrt(jnp.diagonal(_covariance(unit, share, correlation)))
-    # A constant is what it is, zero or not.
-    return jnp.any((size > 0) & (jnp.abs(numbers) <= quantile * error))
+    # A constant is what it is, zero or not; but an exact zero may be a pole.
+    pole = jnp.any(numbers == 0) & ~jnp.all(jnp.isfinite(fn(at)))
+    return pole | jnp.any((size > 0) & (jnp.abs(numbers) <= quantile * error))
 
+
+# Slopes that are so many times smaller than differences over an error bar have lost their
+# digits. Those of smooth functions are about equal, unless the slope is zero nearby.
+_MISMATCH = 16
 
 # The operand of each primitive that has a pole or a branch point at zero, or for `log1p`
 # at -1.
@@ -164,5 +188,5 @@ def _critical_numbers(code: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
 
 def _values(code: ClosedJaxpr, of: Sequence[Any], args: Sequence[Array]) -> list[Array]:
     """The values of variables of traced code."""
-    jaxpr = code.jaxpr.replace(outvars=list(of), debug_info=None)
+    jaxpr = code.jaxpr.replace(outvars=list(of))
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, code.consts))(*args)

@@ -147,7 +147,12 @@ def transformed(
     settings = {"quantile": sampling_quantiles(confidence, flat[0], counts)}
     settings |= {"correlation": scalars.correlation, "rounding": scalars.rounding}
     whole = propagate(evaluate, scalars.value, scalars.std_err, **settings)
-    slopes = jax.jacfwd(evaluate)(scalars.value)
+    sizes = jnp.where(jnp.isfinite(scalars.std_err), scalars.std_err, 0)
+    slopes = jnp.where(
+        sizes > 0,
+        whole.slopes / jnp.where(sizes > 0, sizes, 1),
+        jax.jacfwd(evaluate)(scalars.value),
+    )
     error = arrange(_magnitude(whole.std_err, flat.dtype))
     removed = ("samples", "joint_samples", "correlation", "skewness")
     removed += ("bounds", "proven_bounds", "bracket", "sample_brackets")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.checks import check_instance
+from .._core.covariance import about_strata
 from .._core.flat import FlatOperator, freeze
 from .._core.joint import JointMoments
 from .._core.moments import FEW_SIGNS
@@ -176,10 +177,14 @@ class AbstractStreamingEstimator(AbstractEstimator):
         if isinstance(samples, StratifiedMoments) and is_trace(quantity):
             changes = streamed.others[0][2]
             extra |= {"gain": _gain(changes, samples, streamed.count)}
+        kept = streamed.samples
+        if num_strata > 1 and kept is not None and kept.ndim > 1:
+            valid = jnp.arange(len(kept)) < streamed.count
+            kept = about_strata(kept, valid, num_strata)
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
-            samples=streamed.samples,
+            samples=kept,
             num_matvecs=streamed.count,
             rounding=operator.rounding,
             magnitude=moments.size,
