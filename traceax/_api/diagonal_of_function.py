@@ -11,6 +11,8 @@ from .._core.quantity import Diagonal
 from .._core.solution import Solution
 from .._estimators.auto_diagonal import AutoDiagonalEstimator
 from .._estimators.base import AbstractEstimator
+from .._estimators.hutchinson import HutchinsonEstimator
+from .._estimators.streaming import AbstractStreamingEstimator
 from .._functions.base import check_of_eigenvalues
 from .._functions.preconditioned import check_preconditioner
 from .._functions.subspaces import with_subspaces
@@ -18,7 +20,8 @@ from .._operators.checks import check_hermitian
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._preconditioners.base import AbstractPreconditioning
-from .._quadrature.callables import as_spectral_function
+from .._quadrature.callables import as_functions
+from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction, Inverse
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
@@ -28,11 +31,12 @@ from .._run.steps import (
     check_steps,
 )
 from .diagonal_of_function_task import DiagonalOfFunction
+from .diagonals_of_functions_task import DiagonalsOfFunctions
 
 
 def diagonal_of_function(
     operator: OperatorLike,
-    function: AbstractSpectralFunction | Callable[[Any], Any],
+    function: PyTree[AbstractSpectralFunction | Callable[[Any], Any]],
     estimator: AbstractEstimator = AutoDiagonalEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -46,7 +50,8 @@ def diagonal_of_function(
     throw: bool = True,
 ) -> Solution[Any]:
     r"""Estimate the diagonal of $f(A)$ for a Hermitian operator. For the inverse of a
-    precision matrix these are the marginal variances.
+    precision matrix these are the marginal variances. Or estimate the diagonals of
+    several functions, from the same matvecs.
 
     This is `diagonal` of [`traceax.function_of`][], and also checks whether eigenvalues
     are outside the domain, estimates the error of the Krylov approximation, and uses a
@@ -86,8 +91,12 @@ def diagonal_of_function(
 
     **Arguments:**
 
-    - `operator`, `function`: as for [`traceax.function_of`][].
+    - `operator`, `function`: as for [`traceax.function_of`][]; or a PyTree of functions,
+        all of them with real values or all with complex ones. Their products with a
+        vector are read from one Lanczos run.
     - `estimator`, `key`, `state`, `execution`, `throw`: as for [`traceax.diagonal`][].
+        Several functions take an estimator with independent samples, and
+        [`traceax.HutchinsonEstimator`][] is their default.
     - `k`: the number of matvecs with $f(A)$, a Python integer or [`traceax.Adaptive`][].
         With `k >= n` the answer is exact, from n matvecs with `operator` and a dense
         factorisation. Default: to 1%, in the two-norm.
@@ -96,8 +105,8 @@ def diagonal_of_function(
         approximation is then a share of the tolerance, or of the standard error of `k`
         random signs. If `estimator` is far more accurate than random signs, pass a number
         or a smaller `share`.
-    - `preconditioner`: for `Inverse()` of an operator tagged positive semidefinite. See
-        [`traceax.nystrom_preconditioner`][].
+    - `preconditioner`: for a single function, `Inverse()`, of an operator tagged positive
+        semidefinite. See [`traceax.nystrom_preconditioner`][].
     - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
         diagonal of $f$ on the complement, for `Inverse()` that of the pseudo-inverse. It
@@ -135,6 +144,12 @@ def diagonal_of_function(
         that run. If it is not small, derivatives are inaccurate;
     - `"num_steps"`: the number of steps of a matvec; 0 with `k >= n`.
 
+    For a PyTree of functions `value` and `std_err` have a PyTree of the operator's
+    structure in place of each function, and `"truncation_error"` and
+    `"gradient_residual"` a number. Steps are chosen for the function that needs most, and
+    a tolerance of `k` is one of all diagonals together. There is no `null_space` and no
+    `deflation`. A derivative takes one more run for each function and probe.
+
     Derivatives, of first order, in the arrays of `operator` and of `function` are
     estimates of those of the diagonal, as with [`traceax.function_of`][]. They need
     more steps than the value. The preconditioner is constant to them.
@@ -156,8 +171,24 @@ def diagonal_of_function(
     check_hermitian(entered.flat)
     check_instance("estimator", estimator, AbstractEstimator, "AutoDiagonalEstimator()")
     num_steps = check_steps(num_steps, entered.size)
-    function = as_spectral_function(function, entered.flat.dtype)
-    check_of_eigenvalues(function)
+    functions = as_functions(function, entered.flat.dtype)
+    for each in members_of(functions):
+        check_of_eigenvalues(each)
+    if isinstance(functions, FunctionTree):
+        given = {"preconditioner": preconditioner}
+        given |= {"null_space": null_space, "deflation": deflation}
+        _check_single(given)
+        task = DiagonalsOfFunctions.of(
+            estimator=_independent(estimator),
+            diagonal=Diagonal().for_structure(entered.structure),
+            function=functions,
+            num_steps=num_steps,
+            size=entered.size,
+        )
+        return solve(
+            task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+        )
+    function = functions
     if preconditioner is not None:
         _check_preconditioner(preconditioner, entered.flat, function)
     task = DiagonalOfFunction(
@@ -171,6 +202,30 @@ def diagonal_of_function(
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )
+
+
+def _check_single(given: dict[str, Any]) -> None:
+    """Raise for arguments that are given with several functions."""
+    for name, argument in given.items():
+        if argument is not None:
+            raise ValueError(
+                f"`{name}` is for a single function. Found a PyTree of functions. Make a "
+                "call for each."
+            )
+
+
+def _independent(estimator: AbstractEstimator) -> AbstractStreamingEstimator:
+    """The estimator for several functions: a basis of the images of one function does
+    not help the others."""
+    if isinstance(estimator, AutoDiagonalEstimator):
+        return HutchinsonEstimator()
+    if not isinstance(estimator, AbstractStreamingEstimator):
+        raise ValueError(
+            "`estimator` must have independent samples where `function` is a PyTree of "
+            f"functions. Found `{estimator.name}`. Pass `traceax.HutchinsonEstimator()`, "
+            "or make a call for each function."
+        )
+    return estimator
 
 
 def _check_preconditioner(

@@ -28,6 +28,7 @@ from .._functions.preconditioned import Prepared
 from .._functions.products import InverseMinusOne, PreconditionedAction, RunReport
 from .._functions.task import AbstractTaskOfFunction
 from .._krylov.lanczos import Lanczos
+from .._krylov.lanczos_recurrence import LanczosState
 from .._numerics.dense import two_norm
 from .._operators.door import Facts
 from .._preconditioners.base import AbstractPreconditioning
@@ -166,29 +167,38 @@ class DiagonalOfFunction(AbstractTaskOfFunction):
             num_matvecs=cost * (num_runs * steps.made + num_matvecs),
             state=state,
         )
-        return self._with_truncation_error(
-            estimate, product=product, probe=probe, offset=offset, mean_offset=mean, k=k
+        # Errors have no derivatives. The run is one that `product` makes for the
+        # estimate, with its buffers and steps.
+        constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
+        state, made, _ = constant.action.advanced(constant.start(frozen))
+        return self.with_truncation_error(
+            estimate,
+            product=product,
+            state=state,
+            steps=made,
+            probe=probe,
+            offset=offset,
+            mean_offset=mean,
+            k=k,
         )
 
-    def _with_truncation_error(
+    def with_truncation_error(
         self,
         estimate: Estimate,
         product: PreconditionedAction,
+        state: LanczosState,
+        steps: Int[Array, ""] | int,
         probe: Inexact[Array, " n"],
         offset: Inexact[Array, "..."],
         mean_offset: Inexact[Array, ""],
         k: int | Budget,
     ) -> Estimate:
-        """The estimate plus the `offset`, with what a run from `probe` shows of its
-        errors."""
+        """The estimate plus the `offset`, with what the run from `probe` shows of its
+        errors, whose `state` after these `steps` is constant."""
         flat, function = product.action.operator, product.action.function
         adaptive = isinstance(self.num_steps, AdaptiveSteps)
         outer = product.preconditioner
-        # Errors have no derivatives. The run is one that `product` makes for the
-        # estimate, with its buffers and steps.
-        constant, frozen = freeze(product), jax.lax.stop_gradient(probe)
-        state, steps, _ = constant.action.advanced(constant.start(frozen))
-        report = constant.look(state, steps, HIDDEN[adaptive])
+        report = freeze(product).look(state, steps, HIDDEN[adaptive])
         in_domain = check_domain(
             function,
             operator=flat,
@@ -225,7 +235,7 @@ class DiagonalOfFunction(AbstractTaskOfFunction):
         }
         unresolved, too_few_steps = 0.0, None
         if adaptive:
-            excess_of_run = self._excess(
+            excess_of_run = self.excess(
                 report,
                 probe=probe,
                 k=k,
@@ -272,7 +282,7 @@ class DiagonalOfFunction(AbstractTaskOfFunction):
 
         def excess_after(_, state, steps):
             product, mean_offset, k = constant
-            return self._excess(
+            return self.excess(
                 product.look(state, steps, HIDDEN[True]),
                 probe=probe,
                 k=k,
@@ -291,7 +301,7 @@ class DiagonalOfFunction(AbstractTaskOfFunction):
             execution=execution,
         )
 
-    def _excess(
+    def excess(
         self,
         report: RunReport,
         probe: Inexact[Array, " n"],

@@ -63,6 +63,15 @@ class Joint(AbstractQuantity):
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+class OfImages(Joint):
+    """Quantities of several operators: each part is read from an image of its own, and
+    the images of a vector are joined."""
+
+    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " pm"]) -> Array:
+        pairs = zip(self.parts, jnp.split(image, len(self.parts)), strict=True)
+        return join([part.read(left, one) for part, one in pairs])
+
+
 def quantity_of(
     quantities: PyTree[AbstractQuantity],
     structure: PyTree[jax.ShapeDtypeStruct],

@@ -14,7 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
@@ -35,19 +35,31 @@ from .all_eigenvalues import bounds_around, SECOND_DIGIT
 _ERROR_OF_FACTORISATION = 4
 
 
+# A, its eigenvalues and its eigenvectors, which are constant to derivatives.
+Factorised = tuple[Inexact[Array, "n n"], Real[Array, " n"], Inexact[Array, "n n"]]
+
+
+def factorise(operator: FlatOperator, execution: AbstractExecution) -> Factorised:
+    """A factorisation of a Hermitian operator, from n matvecs."""
+    eye = jnp.eye(operator.size, dtype=operator.dtype)
+    matrix = execution.matmat(operator, eye)
+    matrix = (matrix + matrix.conj().T) / 2
+    return matrix, *eigh(jax.lax.stop_gradient(matrix))
+
+
 def exact_diagonal_of_function(
     operator: FlatOperator,
     function: AbstractSpectralFunction,
     execution: AbstractExecution,
     factor: FlatOperator | None = None,
+    factorised: Factorised | None = None,
 ) -> Estimate:
     """The diagonal of f(A) for a Hermitian operator, or of X f(A) X* for a `factor` X. n
     matvecs with each, O(n^3 + m n^2) operations, and O(n^2 + m n) memory for m rows of X.
-    """
-    eye = jnp.eye(operator.size, dtype=operator.dtype)
-    matrix = execution.matmat(operator, eye)
-    matrix = (matrix + matrix.conj().T) / 2
-    nodes, vectors = eigh(jax.lax.stop_gradient(matrix))
+    If A is `factorised` already, there are no matvecs with it."""
+    if factorised is None:
+        factorised = factorise(operator, execution)
+    matrix, nodes, vectors = factorised
     arrays, static = eqx.partition(function, eqx.is_array)
     compressed = _compressed(
         matrix, arrays, nodes, vectors, static=static, eps=operator.eps
