@@ -75,7 +75,7 @@ class _MinibatchTrace(AbstractTask):
             unit = jnp.zeros(operator.size, operator.dtype).at[index].set(1)
             return operator.mv(unit), ()
 
-        forms, () = fold(
+        forms, (), _ = fold(
             eqx.filter_checkpoint(form, prevent_cse=False),
             reduce=lambda *_: (),
             merge=lambda _: (),
