@@ -30,7 +30,7 @@ from .base import AbstractEstimator, refusal
 # then their error bar is raised. With this, 95% intervals of row norms and of traces of
 # blocks with equal entries cover 0.96 or more from 4 samples on; without, 0.68 with 4. A
 # larger share would also widen the bars of samples that do spread little.
-_NEARLY_EQUAL = 0.2
+NEARLY_EQUAL = 0.2
 
 
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
@@ -118,7 +118,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
         count = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
         # Few samples of signs may be equal by chance. Their marks show whether they are.
         with_marks = count < FEW_SIGNS and self.sampler.unit_modulus
-        near = _NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
+        near = NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
 
         num_strata = self.num_strata
         k = in_sweeps(k, num_strata)
@@ -132,8 +132,8 @@ class AbstractStreamingEstimator(AbstractEstimator):
             full = None
             if num_strata > 1 and is_trace(quantity):
                 full = draw_for(operator, sampler, key, indices, full=True)[:, 0]
-            return estimator._read(
-                quantity, operator, probe, with_marks=with_marks, full=full
+            return read_sample(
+                estimator, quantity, operator, probe, with_marks=with_marks, full=full
             )
 
         def body(operator, index):
@@ -195,47 +195,48 @@ class AbstractStreamingEstimator(AbstractEstimator):
             skewness=None if scalar else moments.skewness,
         )
 
-    def _read(
-        self,
-        quantity: AbstractQuantity,
-        operator: FlatOperator,
-        probe: Inexact[Array, " n"],
-        *,
-        with_marks: bool,
-        full: Inexact[Array, " n"] | None,
-    ) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None, Array | None]]:
-        """One sample; the size of its terms, if they may cancel; `with_marks`, its marks;
-        and for a probe that is a part of a `full` vector the change of the sample if that
-        takes the place of `left`."""
-        images = []
 
-        def counting_mv(vector):
-            images.append(operator.mv(vector))
-            return images[-1]
+def read_sample(
+    estimator: AbstractStreamingEstimator,
+    quantity: AbstractQuantity,
+    operator: FlatOperator,
+    probe: Inexact[Array, " n"],
+    *,
+    with_marks: bool,
+    full: Inexact[Array, " n"] | None = None,
+) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None, Array | None]]:
+    """One sample; the size of its terms, if they may cancel; `with_marks`, its marks;
+    and for a probe that is a part of a `full` vector the change of the sample if that
+    takes the place of `left`."""
+    images = []
 
-        sample: Any = self.sample(counting_mv, probe)
-        shapes = jax.tree.map(jnp.shape, sample)
-        is_pair = shapes == (probe.shape, *map(jnp.shape, images))
-        if len(images) != 1 or not (is_pair or shapes == ()):
-            raise ValueError(
-                f"`{self.name}.sample` must return a pair of vectors of length n, or a "
-                f"scalar, made from one matvec. Found the shape {shapes}, n = "
-                f"{operator.size}, and {len(images)} matvecs. Sum over the entries; "
-                "for several matvecs write a `traceax.AbstractSketchEstimator`."
-            )
-        if is_pair:
-            left, image = sample
-            # Error bars have no derivative.
-            frozen_left, frozen_image = jax.lax.stop_gradient(sample)
-            marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
-            value = quantity.read(left, image)
-            change = None
-            if full is not None:
-                change = quantity.read(full - probe, frozen_image)
-            return value, (quantity.size(frozen_left, frozen_image), marks, change)
-        if not is_trace(quantity):
-            raise refusal(self, quantity)
-        return sample, (None, None, None)
+    def counting_mv(vector):
+        images.append(operator.mv(vector))
+        return images[-1]
+
+    sample: Any = estimator.sample(counting_mv, probe)
+    shapes = jax.tree.map(jnp.shape, sample)
+    is_pair = shapes == (probe.shape, *map(jnp.shape, images))
+    if len(images) != 1 or not (is_pair or shapes == ()):
+        raise ValueError(
+            f"`{estimator.name}.sample` must return a pair of vectors of length n, or a "
+            f"scalar, made from one matvec. Found the shape {shapes}, n = "
+            f"{operator.size}, and {len(images)} matvecs. Sum over the entries; "
+            "for several matvecs write a `traceax.AbstractSketchEstimator`."
+        )
+    if is_pair:
+        left, image = sample
+        # Error bars have no derivative.
+        frozen_left, frozen_image = jax.lax.stop_gradient(sample)
+        marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
+        value = quantity.read(left, image)
+        change = None
+        if full is not None:
+            change = quantity.read(full - probe, frozen_image)
+        return value, (quantity.size(frozen_left, frozen_image), marks, change)
+    if not is_trace(quantity):
+        raise refusal(estimator, quantity)
+    return sample, (None, None, None)
 
 
 def _gain(

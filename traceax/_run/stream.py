@@ -11,6 +11,7 @@ which stay on their devices. See "Architecture" in the developer documentation.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -32,7 +33,9 @@ class Streamed(eqx.Module):
         infinite.
     - `others`: the second results of `fn`, filled likewise.
     - `summary`: the merged summary of all samples, whose first entry is their `Moments`.
-    - `mean`: a function whose result has the derivatives of the mean.
+    - `mean`: a function whose result has the derivatives of the mean. It may be given
+        `weights` of the shape of `samples`, constant to derivatives, for that of the
+        mean of `weights * samples`.
     - `count`: the number of samples.
     - `loop`: how the loop over rounds ended.
     """
@@ -40,7 +43,7 @@ class Streamed(eqx.Module):
     samples: Inexact[Array, "m ..."] | None
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
-    mean: Callable[[], Inexact[Array, "*q"]]
+    mean: Callable[..., Inexact[Array, "*q"]]
     count: Int[Array, ""] | int
     loop: LoopResult
 
@@ -56,6 +59,7 @@ def stream(
     *,
     keep: bool = True,
     quantity: AbstractQuantity = Trace(),
+    moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None = None,
 ) -> Streamed:
     """Draw independent samples for the whole budget. `fn(operator, i)` returns sample i
     and further results that belong to it.
@@ -64,11 +68,22 @@ def stream(
     first, and `merge` turns several stacked summaries into one. A summary of no samples
     is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
     block of them in memory. An adaptive budget compares the error of the value in the
-    form that `quantity` presents to users with its tolerance.
+    form that `quantity` presents to users with its tolerance. Where samples do not add
+    up, `moments_of(samples, others, valid)` takes the place of the moments in the
+    summary: it makes them from all samples so far.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
-            fn, reduce, merge, operator, k, execution, width, keep=keep, quantity=quantity
+            fn,
+            reduce,
+            merge,
+            operator,
+            k,
+            execution,
+            width,
+            keep=keep,
+            quantity=quantity,
+            moments_of=moments_of,
         )
     if not keep:
         total, summary = fold(fn, reduce, merge, operator, k, execution, width)
@@ -84,11 +99,16 @@ def stream(
     # again, so a fixed budget is one call of the execution.
     outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
     samples, others = outs
+
+    def mean(weights=None):
+        weighted = samples if weights is None else weights * samples
+        return jnp.mean(weighted, axis=0)
+
     return Streamed(
         samples=samples,
         others=others,
         summary=merge(parts),
-        mean=lambda: jnp.mean(samples, axis=0),
+        mean=mean,
         count=k,
         loop=LoopResult(),
     )
@@ -105,6 +125,7 @@ def _stream_rounds(
     *,
     keep: bool,
     quantity: AbstractQuantity,
+    moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None,
 ) -> Streamed:
     """`stream` for an adaptive budget."""
     size, num_rounds = k.round_size, k.num_rounds
@@ -138,8 +159,14 @@ def _stream_rounds(
     )
     empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
 
-    def assess(buffers, _):
-        moments = buffers[1][0]
+    indices = jnp.arange(num_rounds * size)
+
+    def assess(buffers, rounds):
+        if moments_of is None:
+            moments = buffers[1][0]
+        else:
+            samples, others = buffers[0]
+            moments = moments_of(samples, others, indices < rounds * size)
         value, std_err = quantity.present(moments.mean, moments.std_err())
         return Assessment.of(k.rule, value, std_err, moments.count)
 
@@ -147,15 +174,21 @@ def _stream_rounds(
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 
-    def mean():
+    def mean(weights=None):
+        def term(operator, x):
+            index, weight = x
+            sample = fn(operator, index)[0]
+            return sample if weight is None else weight * sample
+
+        by_round = lambda x: x.reshape(num_rounds, size, *x.shape[1:])  # noqa: E731
         # `while_loop` has no reverse mode; this sum has. It is not run where no
         # derivative is taken.
         total = sum_over_rounds(
-            lambda operator, index: fn(operator, index)[0],
+            term,
             operator,
-            jnp.arange(num_rounds * size).reshape(num_rounds, size),
+            jax.tree.map(by_round, (indices, weights)),
             rounds=loop.rounds,
-            like=summary[0].mean,
+            like=jnp.zeros(outs[0].shape[1:], outs[0].dtype),
             execution=execution,
             width=width,
         )
