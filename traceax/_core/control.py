@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .moments import align, sampling_quantiles
+from .quantiles import student_quantile
 from .results import failure, RESULTS
 from .sign_moments import SignMoments
 
@@ -31,8 +32,11 @@ FEWEST_CONTROLLED = 4
 # where one sample is left out.
 _ROUNDING = 8
 # A known answer is wrong if the control's own samples exclude it with this confidence,
-# and by so many standard errors: 6 for many samples, and about 60 for four.
+# and by so many standard errors. Rank-one controls raise a false alarm once in 1e5 calls.
 _CONFIDENCE, _MIN_ERRORS = 1 - 1e-6, 6
+# Beyond this confidence its distance from the samples counts as an error of it: few
+# samples cannot exclude an answer that is far off.
+_DOUBTFUL = 0.999
 # The allowance for rounding in the known answer, in rounding errors of the samples.
 _KNOWN_ROUNDING = 20
 
@@ -117,17 +121,18 @@ def _deviations(
 
 def check_known(
     moments: SignMoments, known: Inexact[Array, "*q"], rounding: float
-) -> RESULTS:
-    """`RESULTS.inconsistent_control` if the samples of the control, with these moments,
-    exclude the `known` mean, or if it is not finite. `rounding` is the relative size of
-    rounding errors."""
-    skewness = moments.skewness
-    stats = {"num_samples": moments.count, "skewness": skewness}
-    error = moments.std_err()
+) -> tuple[Real[Array, "*q"], RESULTS]:
+    """The error of the `known` mean of the control, as far as samples with these moments
+    show one; and `RESULTS.inconsistent_control` if they exclude it, or if it is not
+    finite. `rounding` is the relative size of rounding errors."""
+    error, count = moments.std_err(), moments.count
+    stats = {"num_samples": count, "skewness": moments.skewness}
     confidence = jnp.asarray(_CONFIDENCE, error.dtype)
     quantile = jnp.maximum(sampling_quantiles(confidence, error, stats), _MIN_ERRORS)
     size = jnp.abs(known) if moments.size is None else moments.size
     floor = _KNOWN_ROUNDING * rounding * jnp.maximum(jnp.abs(known), size)
     distance = jnp.abs(moments.mean - known)
     wrong = (distance > quantile * error + floor) | ~jnp.isfinite(known)
-    return failure(jnp.any(wrong), RESULTS.inconsistent_control)
+    doubtful = student_quantile(_DOUBTFUL, count - 1) * error + floor
+    excess = jnp.where(distance > doubtful, distance - doubtful, 0)
+    return excess, failure(jnp.any(wrong), RESULTS.inconsistent_control)

@@ -22,35 +22,31 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.control import check_known, FEWEST_CONTROLLED, Regression
 from .._core.flat import FlatOperator
-from .._core.moments import align, FEW_SIGNS
+from .._core.moments import align
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import first_failure
-from .._core.sampler import check_full_support, draw_for
+from .._core.sampler import check_full_support
 from .._core.sign_moments import SignMoments
 from .._core.solution import Estimate
 from .._krylov.difference import unstack
 from .._operators.control import Controlled, known_entries
 from .._operators.door import Facts
-from .._run.budget import Budget
+from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach_derivative
 from .._run.solve import AbstractTask
-from .._run.stream import stream
+from .._run.stream import stream, Streamed
 from .auto import AutoTraceEstimator
 from .auto_diagonal import AutoDiagonalEstimator
 from .base import AbstractEstimator, Measurement
 from .hutchinson import HutchinsonEstimator
-from .streaming import (
-    AbstractStreamingEstimator,
-    is_skewed,
-    NEARLY_EQUAL,
-    read_sample,
-)
+from .pairs import Pairs
+from .streaming import AbstractStreamingEstimator
 
 
 # The number of probes that the coefficient of a diagonal is made from. It is a ratio of
@@ -137,8 +133,7 @@ class ControlledMeasurement(AbstractTask):
         check_full_support("estimator.sampler", self.estimator.sampler)
         operator = dataclasses.replace(operator, hermitian=self.hermitian)
         run = self._run_entries if self.quantity.entrywise else self._run_scalars
-        estimate = run(operator, k, key, execution)
-        return dataclasses.replace(estimate, method=f"{self.name} with a control")
+        return run(operator, k, key, execution)
 
     def _run_scalars(
         self,
@@ -147,17 +142,22 @@ class ControlledMeasurement(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        known, with_marks = jax.lax.stop_gradient(self.known), self._with_marks(k)
+        pairs = Pairs.of(self.estimator, self.quantity, key, k)
+        known = jax.lax.stop_gradient(self.known)
 
         def body(operator, index):
-            return self._pair(operator, index, key, self.quantity, with_marks)
+            readings = pairs.read(operator, index)
+            return readings.samples, jax.lax.stop_gradient(readings)
 
-        def moments_of(pairs, others, valid):
-            fit = Regression.of(pairs[:, 0], pairs[:, 1], valid)
-            parts = _controlled(pairs, others, fit.coefficients, known, axis=1)
-            signs = self._moments(operator, parts, valid, self.quantity)
-            samples = jnp.where(align(valid, parts[0]), parts[0], jnp.inf)
-            return _Moments(samples, signs, fit)
+        # Jitted so that it is traced once, for the loop and for the result.
+        @jax.jit
+        def moments_of(_, readings, valid):
+            a, b = jnp.unstack(readings.samples, axis=1)
+            fit = Regression.of(a, b, valid)
+            parts = readings.controlled(fit.coefficients, known, axis=1)
+            signs = pairs.moments(operator, parts, valid)
+            rows = align(valid, parts.samples)
+            return _Moments(jnp.where(rows, parts.samples, jnp.inf), signs, fit)
 
         streamed = stream(
             fn=body,
@@ -169,14 +169,11 @@ class ControlledMeasurement(AbstractTask):
             quantity=self.quantity,
             moments_of=moments_of,
         )
-        assert streamed.samples is not None
-        pairs, others = jax.lax.stop_gradient((streamed.samples, streamed.others))
-        valid = jnp.arange(len(pairs)) < streamed.count
-        moments = moments_of(pairs, others, valid)
+        readings = streamed.others
+        valid = jnp.arange(len(readings.samples)) < streamed.count
+        moments = moments_of(None, readings, valid)
+        control = pairs.moments(operator, readings.part(1, axis=1), valid)
         fit = moments.fit
-        of_control = jax.tree.map(lambda x: x[:, 1], (pairs, others))
-        parts = of_control[0], *of_control[1]
-        control = self._moments(operator, parts, valid, self.quantity)
 
         def live():
             ones = jnp.ones_like(fit.coefficients)
@@ -184,22 +181,16 @@ class ControlledMeasurement(AbstractTask):
             change = jnp.sum(streamed.mean(weights), axis=0)
             return change + fit.mean * self.known
 
-        scalar = pairs.ndim == 2
-        statistics = self._statistics(fit.mean, fit.correlation, streamed.count)
-        return Estimate(
+        excess, consistent = check_known(control, known, operator.rounding)
+        estimate = self._estimate(operator, streamed, moments.signs, consistent)
+        return dataclasses.replace(
+            estimate,
             value=attach_derivative(moments.mean, live),
-            std_err=moments.std_err(),
+            std_err=jnp.hypot(moments.std_err(), jnp.abs(fit.mean) * excess),
             samples=moments.samples,
-            num_matvecs=streamed.count,
-            rounding=operator.rounding,
-            magnitude=_size_of(moments.signs),
-            result=first_failure(
-                check_known(control, known, operator.rounding), streamed.loop.result
-            ),
-            extra=streamed.loop.extra | statistics,
-            state=streamed.loop.state,
-            num_samples=streamed.count,
-            skewness=None if scalar else moments.signs.skewness,
+            skewness=None if moments.mean.ndim == 0 else moments.signs.skewness,
+            extra=estimate.extra
+            | self._statistics(fit.mean, fit.correlation, streamed.count),
         )
 
     def _run_entries(
@@ -209,28 +200,28 @@ class ControlledMeasurement(AbstractTask):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        coefficient, correlation, spent = self._pilot(operator, k, key, execution)
+        pairs = Pairs.of(self.estimator, self.quantity, key, k)
+        coefficient, correlation, spent = self._pilot(pairs, operator, k, execution)
         if isinstance(k, Budget):
             k = dataclasses.replace(
                 k.limited_to(k.max_k - spent), spent=jnp.asarray(spent, jnp.int32)
             )
         else:
             k = k - spent
-        known, with_marks = jax.lax.stop_gradient(self.known), self._with_marks(k)
-        quantity, trace = self.quantity, Trace()
+        pairs = Pairs.of(self.estimator, self.quantity, key, k)
+        traces = Pairs.of(self.estimator, Trace(), key, k)
+        known = jax.lax.stop_gradient(self.known)
 
         def body(operator, index):
-            pair, others = self._pair(operator, index, key, quantity, with_marks)
-            parts = _controlled(pair, others, coefficient, known, axis=0)
-            # Numbers show whether the known diagonal is consistent, and take no memory.
-            traces = self._pair(operator.frozen, index, key, trace, with_marks)
-            control = jax.tree.map(lambda x: x[1], traces)
-            return parts[0], (parts[1:], (control[0], *control[1]))
+            parts = pairs.read(operator, index).controlled(coefficient, known, axis=0)
+            # Whether the known diagonal is consistent is read from traces of B.
+            control = traces.read(operator.frozen, index).part(1, axis=0)
+            return parts.samples, jax.lax.stop_gradient((parts, control))
 
         def reduce(outs, valid):
-            samples, (others, control) = outs
-            signs = self._moments(operator, (samples, *others), valid, quantity)
-            return signs, self._moments(operator, control, valid, trace)
+            _, (parts, control) = outs
+            control = traces.moments(operator, control, valid)
+            return pairs.moments(operator, parts, valid), control
 
         streamed = stream(
             fn=body,
@@ -240,47 +231,64 @@ class ControlledMeasurement(AbstractTask):
             k=k,
             execution=execution,
             keep=False,
-            quantity=quantity,
+            quantity=self.quantity,
         )
         moments, control = streamed.summary
-        num_matvecs = streamed.count + spent
 
         def live():
             return streamed.mean() + coefficient * (self.known - known)
 
-        statistics = self._statistics(coefficient, correlation, num_matvecs)
-        return Estimate(
+        excess, consistent = check_known(control, jnp.sum(known), operator.rounding)
+        # What is wrong in the sum may be spread over all entries.
+        doubt = jnp.abs(coefficient) * excess / known.size
+        estimate = self._estimate(operator, streamed, moments, consistent)
+        count = streamed.count + spent
+        return dataclasses.replace(
+            estimate,
             value=attach_derivative(moments.mean, live),
+            std_err=jnp.hypot(moments.std_err(), doubt),
+            num_matvecs=count,
+            skewness=moments.skewness,
+            extra=estimate.extra | self._statistics(coefficient, correlation, count),
+        )
+
+    def _estimate(
+        self,
+        operator: FlatOperator,
+        streamed: Streamed,
+        moments: SignMoments,
+        result: Any,
+    ) -> Estimate:
+        """What both kinds of estimates have in common."""
+        return Estimate(
+            value=moments.mean,
             std_err=moments.std_err(),
             samples=None,
-            num_matvecs=num_matvecs,
+            num_matvecs=streamed.count,
             rounding=operator.rounding,
-            magnitude=_size_of(moments),
-            result=first_failure(
-                check_known(control, jnp.sum(known), operator.rounding),
-                streamed.loop.result,
-            ),
-            extra=streamed.loop.extra | statistics,
+            magnitude=0.0 if moments.size is None else moments.size,
+            result=first_failure(result, streamed.loop.result),
+            extra=streamed.loop.extra,
             state=streamed.loop.state,
             num_samples=streamed.count,
-            skewness=moments.skewness,
+            method=f"{self.name} with a control",
         )
 
     def _pilot(
         self,
+        pairs: Pairs,
         operator: FlatOperator,
         k: int | Budget,
-        key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> tuple[Inexact[Array, ""], Real[Array, ""], int]:
         """The coefficient of a diagonal, the correlation of its entries with those of the
         control, and how many matvecs with each operator these take."""
-        if (k.max_k if isinstance(k, Budget) else k) < FEWEST_CONTROLLED:
+        if largest_budget(k) < FEWEST_CONTROLLED:
             zero = jnp.zeros((), self.known.dtype)
             return zero, zero.real, 0
 
         def body(operator, index):
-            return self._pair(operator, index, key, self.quantity, False)[0]
+            return pairs.read(operator, index).samples
 
         indices = _FIRST_PILOT + jnp.arange(_PILOT)
         first, second = execution.map(body, operator.frozen, indices)
@@ -290,57 +298,9 @@ class ControlledMeasurement(AbstractTask):
         aa, bb = (jnp.vdot(x, x, precision="highest").real for x in (a, b))
         ab = jnp.vdot(b, a, precision="highest")
         root = jnp.sqrt(aa * bb)
-        correlation = jnp.where(root > 0, jnp.abs(ab) / jnp.where(root > 0, root, 1), 0)
+        correlation = jnp.abs(ab) / jnp.where(root > 0, root, 1)
         coefficient = ab / jnp.where(bb > 0, bb, 1) * (units[0] / units[1])
         return coefficient, jnp.minimum(correlation, 1), _PILOT
-
-    def _pair(
-        self,
-        operator: FlatOperator,
-        index: Int[Array, ""],
-        key: PRNGKeyArray | None,
-        quantity: AbstractQuantity,
-        with_marks: bool,
-    ) -> tuple[Inexact[Array, "2 ..."], tuple[Array | None, Array | None]]:
-        """The samples of A and of B from probe `index`, their sizes and their marks."""
-
-        # As for plain samples, the backward pass draws the probe again.
-        @eqx.filter_checkpoint
-        def read(operator, index, key, estimator):
-            a, b = unstack(operator)
-            probe = draw_for(a, estimator.sampler, key, index[None])[:, 0]
-            pair = [
-                read_sample(estimator, quantity, x, probe, with_marks=with_marks)
-                for x in (a, b)
-            ]
-            return jax.tree.map(lambda x, y: jnp.stack([x, y]), *pair)
-
-        value, (sizes, marks, _) = read(operator, index, key, self.estimator)
-        return value, (sizes, marks)
-
-    def _with_marks(self, k: int | Budget) -> bool:
-        count = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
-        return count < FEW_SIGNS and self.estimator.sampler.unit_modulus
-
-    def _moments(
-        self,
-        operator: FlatOperator,
-        parts: tuple[Array, Array | None, Array | None],
-        valid: Bool[Array, " m"],
-        quantity: AbstractQuantity,
-    ) -> SignMoments:
-        """The moments of samples with these sizes and marks."""
-        samples, size, marks = parts
-        near = NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
-        return SignMoments.of(
-            samples=samples,
-            size=size,
-            marks=marks,
-            valid=valid,
-            skewed=is_skewed(quantity, self.estimator.sampler),
-            rounding=operator.rounding,
-            near=near,
-        )
 
     def _statistics(
         self,
@@ -348,9 +308,9 @@ class ControlledMeasurement(AbstractTask):
         correlation: Real[Array, "*c"],
         num_matvecs: Any,
     ) -> dict[str, PyTree[Array]]:
-        arrange = self.quantity.arrange
-        if self.quantity.entrywise:
-            arrange = lambda x: x  # noqa: E731
+        def arrange(x):
+            return x if self.quantity.entrywise else self.quantity.arrange(x)
+
         return {
             "control_coefficient": arrange(coefficient),
             "correlation_with_control": arrange(correlation),
@@ -386,31 +346,3 @@ def controlled(
         known=known,
         hermitian=operators.hermitian,
     )
-
-
-def _controlled(
-    pairs: Inexact[Array, "..."],
-    others: tuple[Array | None, Array | None],
-    coefficient: Inexact[Array, "..."],
-    known: Inexact[Array, "*q"],
-    axis: int,
-) -> tuple[Array, Array, Array | None]:
-    """The controlled samples, with their sizes and marks. The two operators are along an
-    `axis` of each array."""
-    a, b = jnp.unstack(pairs, axis=axis)
-    sizes, marks = others
-    # Terms of this size may cancel, even if those of the two samples cannot.
-    size_a, size_b = jnp.abs(jax.lax.stop_gradient(a)), jnp.abs(jax.lax.stop_gradient(b))
-    if sizes is not None:
-        of_a, of_b = jnp.unstack(sizes, axis=axis)
-        size_a, size_b = jnp.maximum(size_a, of_a), jnp.maximum(size_b, of_b)
-    if marks is not None:
-        marks_a, marks_b = jnp.unstack(marks, axis=axis)
-        marks = marks_a - coefficient * marks_b
-    size = size_a + jnp.abs(coefficient) * size_b
-    return a - coefficient * (b - known), size, marks
-
-
-def _size_of(moments: SignMoments) -> Real[Array, "*q"]:
-    assert moments.size is not None
-    return moments.size
