@@ -120,17 +120,23 @@ def _deviations(
 
 
 def check_known(
-    moments: SignMoments, known: Inexact[Array, "*q"], rounding: float
+    moments: SignMoments,
+    known: Inexact[Array, "*q"],
+    rounding: float,
+    *,
+    least: Real[Array, "*q"] | float = 0.0,
+    apart: Real[Array, "*q"] | float = 0.0,
 ) -> tuple[Real[Array, "*q"], RESULTS]:
     """The error of the `known` mean of the control, as far as samples with these moments
     show one; and `RESULTS.inconsistent_control` if they exclude it, or if it is not
-    finite. `rounding` is the relative size of rounding errors."""
-    error, count = moments.std_err(), moments.count
+    finite. `rounding` is the relative size of rounding errors, `least` a lower bound of
+    the standard error of the samples, and `apart` an error that all samples have."""
+    error, count = jnp.maximum(moments.std_err(), least), moments.count
     stats = {"num_samples": count, "skewness": moments.skewness}
     confidence = jnp.asarray(_CONFIDENCE, error.dtype)
     quantile = jnp.maximum(sampling_quantiles(confidence, error, stats), _MIN_ERRORS)
     size = jnp.abs(known) if moments.size is None else moments.size
-    floor = _KNOWN_ROUNDING * rounding * jnp.maximum(jnp.abs(known), size)
+    floor = apart + _KNOWN_ROUNDING * rounding * jnp.maximum(jnp.abs(known), size)
     distance = jnp.abs(moments.mean - known)
     wrong = (distance > quantile * error + floor) | ~jnp.isfinite(known)
     doubtful = student_quantile(_DOUBTFUL, count - 1) * error + floor
