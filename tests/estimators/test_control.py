@@ -33,7 +33,7 @@ def with_correlation(rho):
     control, other = (x - np.diag(np.diag(x)) for x in (CONTROL, OTHER))
     other = other - control * np.sum(control * other) / np.sum(control**2)
     other *= np.linalg.norm(control) / np.linalg.norm(other)
-    return rho * control + (1 - rho**2) ** 0.5 * other + np.diag(np.diag(OTHER)) + 5
+    return rho * control + (1 - rho**2) ** 0.5 * other + np.diag(np.diag(OTHER) + 5)
 
 
 def answer(quantity, matrix):

@@ -187,7 +187,7 @@ class ControlledFunction(AbstractTask):
             weights = jnp.stack([ones, -fit.coefficients], axis=1)
             return jnp.sum(streamed.mean(weights)) + fit.mean * self.known
 
-        extremes = spectral_range(controlled.extremes, valid)
+        extremes = spectral_range(controlled.extremes, valid.astype(jnp.int32))
         estimate = estimate_of_forms(
             as_streamed(streamed, controlled, moments, extremes, valid),
             operator=first,
