@@ -31,6 +31,7 @@ from ._api.diagonal_of_product import diagonal_of_product
 from ._api.divergence import divergence
 from ._api.dynamic_trace import DynamicState, DynamicTrace
 from ._api.eigsh import Eigenpairs, eigsh
+from ._api.estimate import estimate
 from ._api.function_of import function_of
 from ._api.gaussian_log_prob import gaussian_log_prob
 from ._api.jacobi_preconditioner import jacobi_preconditioner
@@ -51,7 +52,7 @@ from ._api.trace import trace
 from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
 from ._core.coloured_sampler import ColouredSampler
-from ._core.quantity import AbstractQuantity
+from ._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from ._core.results import RESULTS
 from ._core.sampler import AbstractSampler
 from ._core.samplers import (
@@ -106,6 +107,7 @@ from ._operators.data_gram import data_gram
 from ._operators.factored import block_diagonal, kronecker, kronecker_sum
 from ._operators.tags import hermitian_tag
 from ._operators.toeplitz import circulant, toeplitz
+from ._operators.trace_of_product import TraceOfProduct
 from ._preconditioners.auto import AutoPreconditioner
 from ._preconditioners.base import AbstractPreconditioner, AbstractPreconditioning
 from ._preconditioners.diagonal import (
@@ -150,6 +152,7 @@ __all__ = [
     "DynamicTrace",
     "Eigenpairs",
     "eigsh",
+    "estimate",
     "frobenius_norm",
     "frobenius_products",
     "function_of",
@@ -231,9 +234,14 @@ __all__ = [
     "kronecker_sum",
     "sparse",
     "toeplitz",
+    # Quantities.
+    "AbstractQuantity",
+    "Diagonal",
+    "LeafTraces",
+    "Trace",
+    "TraceOfProduct",
     # Budgets, devices, samplers, results.
     "AbstractExecution",
-    "AbstractQuantity",
     "AbstractSampler",
     "Adaptive",
     "each_entry",

@@ -6,15 +6,8 @@ from ._api.measure import measure
 from ._core.arithmetic import full_precision
 from ._core.flat import FlatOperator
 from ._core.moments import Moments
-from ._core.quantity import (
-    AbstractQuantity,
-    Diagonal,
-    FrobeniusNorm,
-    FrobeniusProducts,
-    LeafTraces,
-    RowNorms,
-    Trace,
-)
+from ._core.norms import FrobeniusNorm, FrobeniusProducts, RowNorms
+from ._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from ._core.results import failure
 from ._core.sampler import draw_for
 from ._core.solution import Estimate

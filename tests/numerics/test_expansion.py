@@ -13,7 +13,8 @@ import pytest
 import traceax as tx
 from traceax._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from traceax._estimators.auto_diagonal import _XNysDiagOrSigns
-from traceax._numerics.expansion import OneSided, read
+from traceax._numerics.expansion import OneSided
+from traceax._numerics.reading import read
 from traceax._run.budget import Budget
 
 from ..helpers import hermitian
@@ -35,8 +36,8 @@ class Whole(AbstractQuantity):
 QUANTITIES = {
     "whole": Whole(),
     "trace": Trace(),
-    "diagonal": Diagonal.of(STRUCTURE),
-    "leaves": LeafTraces.of(STRUCTURE),
+    "diagonal": Diagonal().for_structure(STRUCTURE),
+    "leaves": LeafTraces().for_structure(STRUCTURE),
 }
 OF_WHOLE = {
     "whole": lambda x: x,
@@ -152,7 +153,7 @@ def readings(sketch):
     def one(quantity):
         skewed = not quantity.entrywise
         seen = read(quantity, sketch.expansion(), sketch.valid, skewed=skewed)
-        moments = seen.moments
+        (moments,) = seen.moments.parts
         return scaled(sketch, moments.mean, moments.independent_std_err, seen.std_err)
 
     return {name: one(quantity) for name, quantity in QUANTITIES.items()}

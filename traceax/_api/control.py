@@ -11,6 +11,7 @@ from .._functions.task import AbstractFunctionTask
 from .._operators.control import Controlled, known_entries
 from .._operators.door import enter, EnteredOperator
 from .._operators.tags import sign_of
+from .._quadrature.function_tree import FunctionTree
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import AbstractTask, solve
 
@@ -37,6 +38,11 @@ def controlled_function(
             "`control` is for independent quadratic forms, of `traceax.SLQEstimator()`. "
             f"Found `{task.name}`. Leave one of the two out."
         )
+    if isinstance(task.function, FunctionTree):
+        raise ValueError(
+            "`control` is for one function. Found several. Leave `control` out, or call "
+            "once for each of them."
+        )
     first, other = operators.parts
     entered = enter(first)
     if task.is_known(entered.facts):
@@ -56,6 +62,7 @@ def controlled_function(
 
 def _dtype_of(task: AbstractFunctionTask, operators: Controlled) -> jnp.dtype:
     dtype = operators.entered.flat.dtype
+    assert not isinstance(task.function, FunctionTree)
     is_real = task.function.of_singular_values or operators.hermitian
     return jnp.finfo(dtype).dtype if is_real else dtype
 

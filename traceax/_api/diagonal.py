@@ -91,7 +91,7 @@ def diagonal(
     estimate diagonals.
     """
     return measure(
-        Diagonal.of,
+        Diagonal(),
         operator,
         estimator,
         k=k,
@@ -159,7 +159,7 @@ def leaf_traces(
     estimate traces of leaves.
     """
     return measure(
-        LeafTraces.of,
+        LeafTraces(),
         operator,
         estimator,
         k=k,

@@ -162,7 +162,7 @@ def diagonal_of_function(
         _check_preconditioner(preconditioner, entered.flat, function)
     task = DiagonalOfFunction(
         estimator=estimator,
-        quantity=Diagonal.of(entered.structure),
+        quantity=Diagonal().for_structure(entered.structure),
         function=function,
         num_steps=num_steps,
         preconditioner=preconditioner,

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.quantity import RowNorms
+from .._core.norms import RowNorms
 from .._core.solution import Solution
 from .._functions.base import check_of_eigenvalues, check_real_on_reals
 from .._operators.checks import check_hermitian
@@ -116,7 +116,8 @@ def diagonal_of_product(
     task = DiagonalOfProduct(
         factor=entered_factor,
         quantity=ProductDiagonal(
-            rows=RowNorms.of(entered_factor.image), paired=not function.nonnegative
+            rows=RowNorms().for_structure(entered_factor.image),
+            paired=not function.nonnegative,
         ),
         function=function,
         num_steps=check_steps(num_steps, entered.size),

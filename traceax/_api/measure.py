@@ -1,9 +1,7 @@
 """Any quantity that estimators read from matvecs."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
@@ -22,7 +20,7 @@ from .._run.solve import solve
 
 
 def measure(
-    quantity: Callable[[PyTree[jax.ShapeDtypeStruct]], AbstractQuantity],
+    quantity: AbstractQuantity,
     operator: OperatorLike,
     estimator: AbstractEstimator,
     *,
@@ -40,8 +38,8 @@ def measure(
 
     **Arguments:**
 
-    - `quantity`: a function of the structure of the operator's images, a PyTree of
-        `jax.ShapeDtypeStruct`, to an `AbstractQuantity`.
+    - `quantity`: an `AbstractQuantity`, of which `for_structure` of the operator's images
+        is estimated.
     - `square`: whether the operator must be square. Norms are defined for others too.
     - `control`: for square operators, as for [`traceax.trace`][].
     - The other arguments: as for [`traceax.trace`][].
@@ -61,7 +59,8 @@ def measure(
     if task is None or entered is None:
         entered = enter(operator, square=square, second=estimator)
         check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
-        task = Measurement(estimator=estimator, quantity=quantity(entered.image))
+        quantity = quantity.for_structure(entered.image)
+        task = Measurement(estimator=estimator, quantity=quantity)
         task = deflated(task, entered, deflation, k)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
@@ -69,7 +68,7 @@ def measure(
 
 
 def _with_control(
-    quantity: Callable[[PyTree[jax.ShapeDtypeStruct]], AbstractQuantity],
+    quantity: AbstractQuantity,
     operator: OperatorLike,
     estimator: AbstractEstimator,
     control: Any,
@@ -84,7 +83,8 @@ def _with_control(
         )
     check_instance("estimator", estimator, AbstractEstimator, "HutchinsonEstimator()")
     operators = Controlled.of(operator, control)
-    task = controlled(quantity(operators.entered.structure), estimator, operators)
+    quantity = quantity.for_structure(operators.entered.structure)
+    task = controlled(quantity, estimator, operators)
     if estimator.takes_known_diagonal and diagonal_cost(operators.parts[0]) == 0:
         return None, None
     return task, operators.entered

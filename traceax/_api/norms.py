@@ -15,7 +15,7 @@ from typing import Any
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._core.checks import check_instance
-from .._core.quantity import FrobeniusNorm, FrobeniusProducts, RowNorms
+from .._core.norms import FrobeniusNorm, FrobeniusProducts, RowNorms
 from .._core.solution import Solution
 from .._estimators.base import AbstractEstimator, Measurement
 from .._estimators.hutchinson import HutchinsonEstimator
@@ -88,7 +88,7 @@ def frobenius_norm(
     The errors of [`traceax.trace`][].
     """
     return measure(
-        lambda _: FrobeniusNorm(),
+        FrobeniusNorm(),
         operator,
         estimator,
         square=False,
@@ -157,7 +157,7 @@ def row_norms(
     estimate diagonals.
     """
     return measure(
-        RowNorms.of,
+        RowNorms(),
         operator,
         estimator,
         square=False,

@@ -18,7 +18,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from .._core.checks import check_instance
 from .._core.flat import explain_missing_adjoint, FlatOperator
 from .._core.jax_interfaces import Tracer
-from .._core.quantity import SchattenNorm
+from .._core.norms import SchattenNorm
 from .._core.solution import Estimate, Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import LanczosGradient

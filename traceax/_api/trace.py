@@ -119,7 +119,7 @@ def trace(
         exclude its known trace.
     """
     return measure(
-        lambda _: Trace(),
+        Trace(),
         operator,
         estimator,
         k=k,

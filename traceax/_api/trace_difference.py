@@ -27,6 +27,7 @@ from .._functions.preconditioned import (
     check_preconditioner,
     Prepared,
 )
+from .._functions.several import of_members, quantity_of
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
@@ -35,8 +36,9 @@ from .._operators.door import enter, Facts
 from .._operators.stacked import stack_operators
 from .._operators.tags import is_hermitian
 from .._preconditioners.base import AbstractPreconditioning, Congruence
-from .._quadrature.callables import as_spectral_function
+from .._quadrature.callables import as_functions
 from .._quadrature.domain import critical_extremes
+from .._quadrature.function_tree import members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
@@ -65,14 +67,24 @@ class _TraceDifference(AbstractFunctionTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
+        a, b = unstack(self._with_symmetry(operator))
+        return of_members(
+            self.function, lambda function: self._exact_of(function, a, b, execution)
+        )
+
+    def _exact_of(
+        self,
+        function: AbstractSpectralFunction,
+        operator: FlatOperator,
+        other: FlatOperator,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        """The difference of the traces of one function."""
         a, b = (
             exact_trace_of_function(
-                each,
-                function=self.function,
-                gradient=self.gradient,
-                execution=execution,
+                each, function=function, gradient=self.gradient, execution=execution
             )
-            for each in unstack(self._with_symmetry(operator))
+            for each in (operator, other)
         )
         assert a.bounds is not None
         assert b.bounds is not None
@@ -116,6 +128,7 @@ class _TraceDifference(AbstractFunctionTask):
             # by the largest eigenvalue of P.
             estimator = estimator.rescaled(1 / outer.largest)
         estimator = dataclasses.replace(estimator, krylov=krylov)
+        call |= {"quantity": self.quantity}
         estimate = estimator.run(flat, self.function, self.gradient, **call)
         state = estimate.state if prepared is None else prepared.state(estimate.state)
         num_matvecs = num_matvecs + estimate.num_matvecs
@@ -125,7 +138,7 @@ class _TraceDifference(AbstractFunctionTask):
 def trace_difference(
     operator: OperatorLike,
     other: OperatorLike,
-    function: AbstractSpectralFunction | Callable[[Any], Any],
+    function: PyTree[AbstractSpectralFunction | Callable[[Any], Any]],
     estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -135,7 +148,7 @@ def trace_difference(
     preconditioner: AbstractPreconditioning | None = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution[Array]:
+) -> Solution[Any]:
     r"""Estimate $\mathrm{tr} f(A) - \mathrm{tr} f(B)$ from common probes.
 
     Both operators get the same probes, and the error bar is the standard error of the
@@ -206,14 +219,16 @@ def trace_difference(
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)
     hermitian = all(map(is_hermitian, parts))
-    function = as_spectral_function(function, entered.flat.dtype, hermitian=hermitian)
+    functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)
     if hermitian:
-        check_real_on_reals(function, entered.flat.dtype)
+        for each in members_of(functions):
+            check_real_on_reals(each, entered.flat.dtype)
     task = _TraceDifference(
         estimator=estimator,
-        function=function,
+        function=functions,
         gradient=LanczosGradient(),
         num_steps=num_steps,
+        quantity=quantity_of(functions),
         preconditioner=preconditioner,
         hermitian=hermitian,
     )

@@ -11,13 +11,15 @@ from .._core.checks import check_instance
 from .._core.solution import Solution
 from .._functions.base import AbstractFunctionEstimator
 from .._functions.gradients import AbstractFunctionGradient, LanczosGradient
+from .._functions.several import quantity_of
 from .._functions.slq import SLQEstimator
 from .._functions.subspaces import with_subspaces
 from .._functions.task import TraceOfFunction
 from .._operators.control import Controlled
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
-from .._quadrature.callables import as_spectral_function
+from .._quadrature.callables import as_functions
+from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
@@ -28,7 +30,7 @@ from .control import controlled_function
 
 def trace_of_function(
     operator: OperatorLike,
-    function: AbstractSpectralFunction | Callable[[Any], Any],
+    function: PyTree[AbstractSpectralFunction | Callable[[Any], Any]],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
@@ -41,8 +43,9 @@ def trace_of_function(
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
-) -> Solution[Array]:
-    """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs.
+) -> Solution[Any]:
+    """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs; or the traces of
+    several functions, from the same ones.
 
     !!! Example
 
@@ -58,6 +61,13 @@ def trace_of_function(
             operator, tx.Exp(-1.0), k=20, num_steps=20, key=jax.random.key(1)
         )
         print(solution.value, "+-", solution.std_err)
+
+        # The mean energy tr(A exp(-A)) / tr(exp(-A)), from one run.
+        functions = {"Z": tx.Exp(-1.0), "energy": lambda x: x * jnp.exp(-x)}
+        solution = tx.trace_of_function(
+            operator, functions, k=20, num_steps=20, key=jax.random.key(1)
+        )
+        print(solution.transform(lambda t: t["energy"] / t["Z"]))
         ```
 
     **Arguments:**
@@ -74,8 +84,10 @@ def trace_of_function(
         lambda in a loop, share one compiled program: arrays that they close over are
         its arguments, Python numbers are constants. So do callables with derivative
         rules inside (`jax.custom_jvp`) that a module defines, as `jax.nn.relu`; one
-        with a rule that is made inside another function compiles at each call.
-    - `estimator`: default: [`traceax.SLQEstimator`][].
+        with a rule that is made inside another function compiles at each call. Or a
+        PyTree of such functions, all of them read from one Krylov run of each probe.
+    - `estimator`: default: [`traceax.SLQEstimator`][], the only one for several
+        functions.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance. Default: 1%.
@@ -116,6 +128,11 @@ def trace_of_function(
     determines the memory: by default it takes `num_steps` vectors of length n for each
     probe of a block.
 
+    For a PyTree of functions `value`, `std_err` and the entries of `stats` that belong to
+    a function have its structure. Steps are chosen for the function that needs most, and
+    a tolerance is one of all values together. `solution.covariance` is their covariance,
+    and `solution.transform` gives a function of them, such as a ratio, one error bar.
+
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and
     those in the function's own arrays of $\\mathrm{tr}(df(A))$.
 
@@ -141,11 +158,15 @@ def trace_of_function(
     num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     hermitian = entered.flat.hermitian if operators is None else operators.hermitian
+    functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)
+    if isinstance(functions, FunctionTree):
+        check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     task = TraceOfFunction(
         estimator=estimator,
-        function=as_spectral_function(function, entered.flat.dtype, hermitian=hermitian),
+        function=functions,
         gradient=gradient,
         num_steps=num_steps,
+        quantity=quantity_of(functions),
     )
     subspaces = {"null_space": null_space, "deflation": deflation}
     if operators is None:

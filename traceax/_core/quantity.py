@@ -1,19 +1,18 @@
-"""Quantities of an operator that are estimated: its trace, its diagonal, its norms.
+"""Quantities of an operator that are estimated: its trace, its diagonal.
 
 Estimators produce pairs of vectors (l_i, y_i) with E[sum_i y_i l_i*] = A, such as
 (w, A w) for a random probe w. The estimate is a sum over pairs of what `read` returns:
 
     tr A        = E sum_i l_i* y_i           (`Trace`; for each leaf, `LeafTraces`)
     diag A      = E sum_i conj(l_i) y_i      (`Diagonal`, entry by entry)
-    ||A||_F^2   = E ||A w||^2                (`FrobeniusNorm`)
-    tr A_i* A_j = E (A_i w)* (A_j w)         (`FrobeniusProducts`)
-    |e_i* A|^2  = E |(A w)_i|^2              (`RowNorms`)
 
 In the code l is `left` and y is `image`. Only a quantity that is `linear` in the image
-can be computed from pairs other than (w, A w).
+can be computed from pairs other than (w, A w). Norms, which are not, are in `norms.py`;
+several quantities from the same pairs in `joint.py`.
 """
 
 import abc
+import dataclasses
 import itertools
 import math
 from typing import Any, ClassVar
@@ -37,16 +36,13 @@ class AbstractQuantity(eqx.Module):
         import jax
         import jax.numpy as jnp
         import traceax as tx
-        import traceax.internal as txi
 
         class SumOfEntries(tx.AbstractQuantity):
             def read(self, left, image):
                 return jnp.sum(image) * jnp.sum(left).conj()
 
         operator = tx.hessian(lambda v: jnp.sum(v) ** 2 / 2, jnp.zeros(100))
-        estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
-        quantity = lambda structure: SumOfEntries()
-        solution = txi.measure(quantity, operator, estimator, k=50, key=key)
+        solution = tx.estimate(operator, SumOfEntries(), k=50, key=jax.random.key(0))
         print(solution.value, "+-", solution.std_err)
         ```
 
@@ -59,12 +55,36 @@ class AbstractQuantity(eqx.Module):
         of the operator gives them, the quantity is then `read(ones, norms)`.
     - `entrywise`: whether it is `conj(left) * image`, entry by entry. Other quantities
         are quadratic forms of random vectors.
+    - `joined`: whether it is several quantities, whose entries are joined to one array.
     """
 
     linear: ClassVar[bool] = True
     diagonal_only: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
+    joined: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> "tuple[AbstractQuantity, ...]":
+        """The quantities that it consists of; of a single one, itself."""
+        return (self,)
+
+    def for_structure(
+        self, structure: PyTree[jax.ShapeDtypeStruct]
+    ) -> "AbstractQuantity":
+        """The quantity of an operator whose images have this structure; by default
+        itself. A call uses the result in its place.
+
+        **Arguments:**
+
+        - `structure`: a PyTree of `jax.ShapeDtypeStruct`.
+        """
+        return self
+
+    def open(self) -> "AbstractQuantity":
+        """The quantity inside of a compiled program, before any pair is read; by default
+        itself. What `read` needs and no pair changes can be computed here."""
+        return self
 
     @abc.abstractmethod
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
@@ -80,12 +100,25 @@ class AbstractQuantity(eqx.Module):
         quantity of the matrix `image left*`.
         """
 
+    def split(self, entries: Array) -> list[Array]:
+        """An array of the shape of `read`, as one array for each of `parts`."""
+        return [entries]
+
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
     ) -> Real[Array, "..."] | None:
         """The size that rounding errors of `read` are relative to, of its shape: about
         the 2-norm of the terms that it sums. None if these cannot cancel."""
         return None
+
+    def magnitude(self, images: Inexact[Array, "p m"]) -> Real[Array, ""]:
+        """The size that rounding errors of the quantity are relative to, if the rows of
+        `images` have the norms of the rows of the operator's transpose. By default that
+        of a quantity whose `size` is about `|left| |image|`."""
+        # One number for all entries: a basis is accurate to the roundoff of its columns,
+        # whatever the size of an entry.
+        squares = jnp.abs(jax.vmap(self.read)(images, images))
+        return jnp.sqrt(jnp.max(sum_rows(squares)))
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
@@ -102,14 +135,17 @@ class AbstractQuantity(eqx.Module):
 
     def scalars(self, entries: Array) -> Array | None:
         """The q scalars of a result of `read` whose joint distribution is kept, shape
-        `(q,)`, in the order of the leaves that users see. None for a single number, and
-        for a quantity without scalars.
+        `(q,)`: the leaves that users see as numbers, in their order. None for a quantity
+        that is a single number, and for one without any.
 
         **Arguments:**
 
         - `entries`: an array of the shape of `read`.
         """
-        return None
+        if entries.ndim == 0 or not self.linear:
+            return None
+        numbers = [x for x in tree_leaves(self.arrange(entries)) if x.ndim == 0]
+        return jnp.stack(numbers) if numbers else None
 
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         """An estimate in the form that users see; by default by `arrange`.
@@ -136,7 +172,19 @@ class AbstractQuantity(eqx.Module):
 
 
 class Trace(AbstractQuantity):
-    """`tr A`, a scalar."""
+    """The trace of an operator, a scalar, for [`traceax.estimate`][].
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
+        print(tx.estimate(operator, tx.Trace(), k=3).value)  # 6.0
+        ```
+    """
 
     diagonal_only: ClassVar[bool] = True
 
@@ -146,7 +194,7 @@ class Trace(AbstractQuantity):
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, ""]:
-        return _norm_bound(jnp.abs(left * image))
+        return norm_bound(jnp.abs(left * image))
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
@@ -154,16 +202,17 @@ class Trace(AbstractQuantity):
         return self.read(rotate(left), image)
 
 
-class _Structured(AbstractQuantity):
-    """A quantity that is presented in the structure of the operator's vectors."""
+class StructuredQuantity(AbstractQuantity):
+    """A quantity that is presented in the structure of the operator's vectors, which
+    calls find out by `for_structure`."""
 
-    treedef: Any = eqx.field(static=True)
-    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    treedef: Any = eqx.field(static=True, default=None, kw_only=True)
+    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True, default=(), kw_only=True)
 
-    @classmethod
-    def of(cls, structure: PyTree[jax.ShapeDtypeStruct]) -> Any:
+    def for_structure(self, structure: PyTree[jax.ShapeDtypeStruct]) -> Any:
         shapes = tuple(leaf.shape for leaf in tree_leaves(structure))
-        return cls(treedef=tree_structure(structure), shapes=shapes)
+        changes = {"treedef": tree_structure(structure), "shapes": shapes}
+        return dataclasses.replace(self, **changes)
 
     def _split(self, vector: Array) -> list[Array]:
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -174,8 +223,21 @@ class _Structured(AbstractQuantity):
         return tree_unflatten(self.treedef, [x.reshape(shape) for x, shape in parts])
 
 
-class Diagonal(_Structured):
-    """`diag A`, with the structure of a vector."""
+class Diagonal(StructuredQuantity):
+    """The diagonal of an operator, in the structure of its vectors, for
+    [`traceax.estimate`][].
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
+
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0]))
+        print(tx.estimate(operator, tx.Diagonal(), k=3).value)  # [1. 2. 3.]
+        ```
+    """
 
     diagonal_only: ClassVar[bool] = True
     entrywise: ClassVar[bool] = True
@@ -184,41 +246,21 @@ class Diagonal(_Structured):
         return left.conj() * image
 
 
-class RowNorms(_Structured):
-    """`|e_i* A|` for each row i, from its square, with the structure of an image."""
+class LeafTraces(StructuredQuantity):
+    """The trace of each diagonal block that belongs to a leaf of the operator's vectors,
+    a scalar for each leaf, for [`traceax.estimate`][].
 
-    linear: ClassVar[bool] = False
-    rows_only: ClassVar[bool] = True
+    !!! Example
 
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-        return keep_nonzero((image * image.conj()).real, image != 0)
+        ```python
+        import jax.numpy as jnp
+        import lineax as lx
+        import traceax as tx
 
-    def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
-    ) -> Inexact[Array, " m"]:
-        return _repeat(left, image).conj() * image * jnp.abs(image)
-
-    def comparable(self, hermitian: bool) -> bool:
-        return True
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        root, root_err = _root(value, std_err)
-        return super().present(root, root_err)
-
-    def of_gram(self) -> AbstractQuantity:
-        return _RootsOfDiagonal(treedef=self.treedef, shapes=self.shapes)
-
-
-class _RootsOfDiagonal(Diagonal):
-    """Row norms of A as roots of the diagonal of `A A*`."""
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        root, root_err = _root(value.real, std_err)
-        return super().present(root, root_err)
-
-
-class LeafTraces(_Structured):
-    """The trace of each diagonal block that belongs to a leaf: a scalar for each leaf."""
+        operator = lx.DiagonalLinearOperator({"a": jnp.ones(3), "b": jnp.ones(2)})
+        print(tx.estimate(operator, tx.LeafTraces(), k=5).value["b"])  # 2.0
+        ```
+    """
 
     diagonal_only: ClassVar[bool] = True
 
@@ -229,154 +271,25 @@ class LeafTraces(_Structured):
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Real[Array, " p"]:
-        return jnp.stack([_norm_bound(x) for x in self._split(jnp.abs(left * image))])
+        return jnp.stack([norm_bound(x) for x in self._split(jnp.abs(left * image))])
 
     def marks(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
     ) -> Inexact[Array, " p"]:
         return self.read(rotate(left), image)
 
-    def scalars(self, entries: Array) -> Array:
-        return entries
-
     def arrange(self, entries: Array) -> PyTree[Array]:
         return tree_unflatten(self.treedef, list(entries))
 
 
-class FrobeniusNorm(AbstractQuantity):
-    """`||A||_F`, a real scalar, from its square."""
-
-    linear: ClassVar[bool] = False
-    rows_only: ClassVar[bool] = True
-
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-        square = jnp.vdot(image, image, precision="highest").real
-        return keep_nonzero(square, jnp.any(image != 0))
-
-    def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
-    ) -> Real[Array, ""]:
-        # The terms of the trace, conj(w_i) (A w)_i, are the same for all signs exactly if
-        # the operator is diagonal.
-        return jnp.abs(Trace().marks(_repeat(left, image), image)) ** 2
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return _root(value, std_err)
-
-    def of_gram(self) -> AbstractQuantity:
-        return _RootOfTrace()
+def sum_rows(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
+    """The sum of the rows. For long rows a reduction takes forty times as long on CPU as
+    this matrix product."""
+    return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision="highest")
 
 
-class _RootOfTrace(Trace):
-    """The Frobenius norm of A as the root of the trace of `A A*`."""
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return _root(value.real, std_err)
-
-
-class FrobeniusProducts(AbstractQuantity):
-    """`tr(A_i* A_j)` for all pairs of the p operators that are stacked in A: a Hermitian
-    array of shape `(p, p)`."""
-
-    count: int = eqx.field(static=True)
-    linear: ClassVar[bool] = False
-
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-        images = image.reshape(self.count, -1)
-        gram = jnp.matmul(images.conj(), images.T, precision="highest")
-        # The product of two matrices is Hermitian up to rounding only.
-        return (gram + gram.conj().T) / 2
-
-    def size(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
-    ) -> Real[Array, "p p"]:
-        sizes = jnp.abs(image)
-        # The bound of `_norm_bound`: sum x^2 <= (sum x) (max x), with x = |y_i| |y_j|.
-        largest = jnp.sqrt(jnp.max(sizes.reshape(self.count, -1), axis=1))
-        size = jnp.sqrt(self.read(left, sizes)) * largest[:, None] * largest
-        limits = jnp.finfo(size.dtype)
-        # Each term may underflow, and lose up to the smallest normal number. Divided by
-        # eps, since the caller multiplies sizes by it.
-        lost = image.size * limits.tiny / limits.eps
-        return jnp.where(largest[:, None] * largest > 0, jnp.maximum(size, lost), 0)
-
-    def marks(
-        self, left: Inexact[Array, " n"], image: Inexact[Array, " m"]
-    ) -> Inexact[Array, "p p"]:
-        images = image.reshape(self.count, -1)
-        marks = jax.vmap(Trace().marks, in_axes=(None, 0))(left, images)
-        return marks.conj()[:, None] * marks
-
-
-class SchattenNorm(AbstractQuantity):
-    """`(tr |A|^p)^(1/p)`, from pairs whose matrices sum to `|A|^p`; p is `power`."""
-
-    power: float = eqx.field(static=True)
-    linear: ClassVar[bool] = False
-
-    def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return jnp.vdot(left, image, precision="highest").real
-
-    def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
-        return _root(value, std_err, self.power)
-
-    def downward(self, value: Array, std_err: Array) -> Array:
-        """The standard error of `value` for the lower end of an interval. For powers
-        below 1 the root is convex: one standard error of `value` lowers the norm by much
-        less than it raises it. The result is the error e with which `present` reports
-        that smaller decrease."""
-        if self.power >= 1:
-            return std_err
-        # For v = `value`, s = `std_err` and the power p, the norm falls by the share
-        #     d = 1 - (1 - s / v)^(1/p).
-        # `_root` reports an error e as ((v + 2 e)^(1/p) - v^(1/p)) / 2. This is d v^(1/p)
-        # for e = v ((1 + 2 d)^p - 1) / 2.
-        positive = ~(value <= 0)  # NaN stays NaN
-        relative = jnp.minimum(std_err / jnp.where(positive, value, 1), 1)
-        decrease = -jnp.expm1(jnp.log1p(-relative) / self.power)
-        error = value / 2 * jnp.expm1(self.power * jnp.log1p(2 * decrease))
-        return jnp.where(positive, jnp.minimum(error, std_err), 0)
-
-
-def _norm_bound(sizes: Real[Array, " n"]) -> Real[Array, ""]:
+def norm_bound(sizes: Real[Array, " n"]) -> Real[Array, ""]:
     """An upper bound of the 2-norm, tight for vectors whose nonzero entries have one
     size: sum x^2 <= (sum x) (max x). Unlike a sum of squares, this does not overflow or
     underflow before the entries do."""
     return jnp.sqrt(jnp.sum(sizes)) * jnp.sqrt(jnp.max(sizes, initial=0))
-
-
-def _repeat(left: Inexact[Array, " n"], image: Inexact[Array, " m"]) -> Array:
-    """The vector, repeated or cut off to the length of its image."""
-    return left if left.shape == image.shape else jnp.resize(left, image.shape)
-
-
-def keep_nonzero(square: Array, nonzero: Array) -> Array:
-    """Raise the square of a nonzero number that underflows to the smallest normal number.
-    As 0 it would pass for the exact answer, with a zero error bar."""
-    smallest = jnp.finfo(square.dtype).tiny
-    lost = nonzero & (square < smallest)
-    return square + jax.lax.stop_gradient(jnp.where(lost, smallest, 0))
-
-
-def _root(value: Array, std_err: Array, power: float = 2) -> tuple[Array, Array]:
-    """The root v^(1/p) of an estimate v of a power p, and its standard error. The root is
-    infinite where underflow has left no correct digit.
-
-    For p >= 1 the error is e v^(1/p) / (p v), by the derivative of the root, and e^(1/p)
-    at most. For p < 1 the root is convex, and where the samples happen to be small, its
-    derivative at their mean is far too small. The error is then half the increase of the
-    root when v rises by two standard errors.
-    """
-    # Below tiny / eps, a sum may consist of terms that have all underflowed.
-    limits, largest = jnp.finfo(value.dtype), jnp.max(value)
-    lost = (largest > 0) & (largest < limits.tiny / limits.eps)
-    positive = ~(value <= 0)
-    safe = jnp.where(positive, value, 1)
-    root = jnp.sqrt(safe) if power == 2 else safe ** (1 / power)
-    if power < 1:
-        end = (jnp.where(positive, value, 0) + 2 * std_err) ** (1 / power)
-        std_err = (end - jnp.where(positive, root, 0)) / 2
-    else:
-        upper, first_order = std_err ** (1 / power), std_err / safe * root / power
-        std_err = jnp.where(positive & (first_order < upper), first_order, upper)
-    return jnp.where(lost, jnp.inf, jnp.where(positive, root, 0)), std_err

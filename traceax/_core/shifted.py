@@ -19,8 +19,26 @@ class Shifted(AbstractQuantity):
     def entrywise(self) -> bool:  # pyright: ignore
         return self.quantity.entrywise
 
+    @property
+    def joined(self) -> bool:  # pyright: ignore
+        return self.quantity.joined
+
+    @property
+    def parts(self) -> tuple[AbstractQuantity, ...]:
+        # The offset is no matter of pairs.
+        return self.quantity.parts
+
+    def open(self) -> "Shifted":
+        return Shifted(self.quantity.open(), self.offset)
+
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         return self.quantity.read(left, image)
+
+    def split(self, entries: Array) -> list[Array]:
+        return self.quantity.split(entries)
+
+    def magnitude(self, images: Inexact[Array, "p n"]) -> Real[Array, ""]:
+        return self.quantity.magnitude(images)
 
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
@@ -35,12 +53,13 @@ class Shifted(AbstractQuantity):
     def comparable(self, hermitian: bool) -> bool:
         return self.quantity.comparable(hermitian)
 
+    def scalars(self, entries: Array) -> Array | None:
+        return self.quantity.scalars(entries)
+
     def present(self, value: Array, std_err: Array) -> tuple[PyTree, PyTree]:
         return self.quantity.present(value + self.offset, std_err)
 
 
 def is_trace(quantity: AbstractQuantity) -> bool:
     """Whether this is the trace, or the trace plus a known offset."""
-    while isinstance(quantity, Shifted):
-        quantity = quantity.quantity
-    return isinstance(quantity, Trace)
+    return not quantity.joined and isinstance(quantity.parts[0], Trace)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .covariance import covariance_of
 from .interval import check_confidence, interval_of, TESTED_CONFIDENCE
 from .report import as_number, describe_solution, fetch, has_numbers, reading
 from .results import failure, first_failure, RESULTS
@@ -86,11 +85,17 @@ class Estimate(eqx.Module):
             self, **{name: fn(x) for name, x in kinds.items() if x is not None}
         )
 
-    def moved(self, offset: Inexact[Array, "*q"]) -> "Estimate":
+    def moved(
+        self, offset: Inexact[Array, "*q"], *, of_sample: Array | None = None
+    ) -> "Estimate":
         """The estimate plus a number that is known exactly, of the shape of `value`. Only
-        the value takes on its derivatives."""
+        the value takes on its derivatives. `of_sample` is that number in the shape of a
+        sample, if that is another one."""
         constant = jax.lax.stop_gradient(offset)
         samples, extra = self.samples, self.extra
+        if samples is not None:
+            moves = constant if of_sample is None else jax.lax.stop_gradient(of_sample)
+            samples = samples + moves.astype(samples.dtype)
         # Estimators of users may have none.
         brackets = {
             name: extra[name] + constant.real
@@ -100,7 +105,7 @@ class Estimate(eqx.Module):
         moved = dataclasses.replace(
             self,
             value=self.value + offset.astype(self.value.dtype),
-            samples=None if samples is None else samples + constant.astype(samples.dtype),
+            samples=samples,
             extra=extra | brackets,
         )
         # `x[:, 0]` are the bounds, and `x[:, 1]` their standard errors.
@@ -314,8 +319,7 @@ class Solution(eqx.Module, Generic[_ValueT]):
         """The covariance of the scalars of `value`, in the order of its leaves: real, of
         shape `(q, q)`; for complex scalars that of all real and then all imaginary parts,
         of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`."""
-        scalars = Scalars.of(self.value, self.std_err, self.stats)
-        return covariance_of(scalars.correlation, scalars.std_err)
+        return Scalars.of(self.value, self.std_err, self.stats).covariance
 
     def __repr__(self) -> str:
         names = "num_matvecs", "num_samples", "num_steps", "exact", "bounds"

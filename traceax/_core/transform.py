@@ -8,9 +8,19 @@ second order the variance and the bias
 
 for normal errors (the delta method; Kendall and Stuart, The Advanced Theory of
 Statistics, volume 1, section 10.6). With few samples the second-order terms count; the
-bias is not taken off the value but added to its error bar. Where f divides by an estimate
-whose interval contains zero, or takes its logarithm or a root, the expansion means
-nothing. The arguments of such operations are its *critical* numbers.
+bias is not taken off the value but added to its error bar.
+
+Skewed samples have a small spread just when their mean is far off, on the side of the
+long tail. There f changes by more than its slope says if it curves to the same side, as
+squares of traces do. An interval that reaches q error bars far then has to be longer by
+
+    q kappa / 2,    kappa = v* K v / u* R u,    v = R u,
+
+the second-order term at the end of the interval of `u t`.
+
+Where f divides by an estimate whose interval contains zero, or takes its logarithm or a
+root, the expansion means nothing. The arguments of such operations are its *critical*
+numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
+from .covariance import Correlation
 from .jax_interfaces import ClosedJaxpr, jaxpr_as_fun, JaxprEqn
 
 
@@ -44,11 +55,13 @@ def propagate(
     fn: Callable[[Real[Array, " p"]], Real[Array, " o"]],
     at: Real[Array, " p"],
     std_err: Real[Array, " p"],
-    correlation: Real[Array, "p p"],
-    quantile: Real[Array, ""] | float,
+    rounding: Real[Array, " p"],
+    correlation: Correlation,
+    quantile: Real[Array, ""],
 ) -> Propagated:
-    """The error bars of `fn(at)` from those of its arguments. `quantile` is half the
-    width of their intervals, in standard errors."""
+    """The error bars of `fn(at)` from those of its arguments, of which `rounding` is the
+    part that is independent in each. `quantile` is half the width of their intervals, in
+    standard errors."""
     known = jnp.isfinite(std_err)
     finite = jnp.where(known, std_err, 0)
 
@@ -62,15 +75,22 @@ def propagate(
     unit = jnp.maximum(jnp.max(jnp.abs(slopes), 1), jnp.max(jnp.abs(curvatures), (1, 2)))
     unit = jnp.where((unit > 0) & jnp.isfinite(unit), unit, 1)
     u, k = slopes / unit[:, None], curvatures / unit[:, None, None]
-    mixed = jnp.einsum("oij,jl->oil", k, correlation, precision="highest")
-    first = jnp.einsum("oi,ij,lj->ol", u, correlation, u, precision="highest")
-    variance = jnp.maximum(jnp.diagonal(first), 0)
+    matrix = correlation.matrix
+    mixed = jnp.einsum("oij,jl->oil", k, matrix, precision="highest")
+    share = jnp.where(finite > 0, rounding / jnp.where(finite > 0, finite, 1), 0)
+    first = _covariance(u, jnp.minimum(share, 1), correlation)
+    variance = jnp.diagonal(first)
     second = jnp.maximum(jnp.einsum("oij,oji->o", mixed, mixed, precision="highest"), 0)
     bias = jnp.trace(mixed, axis1=1, axis2=2) / 2
-    total = unit * jnp.sqrt(variance + second / 2 + bias**2)
+    v = u @ matrix
+    bend = jnp.einsum("oi,oij,oj->o", v, k, v) / jnp.where(variance > 0, variance, 1)
+    bend = jnp.clip(bend, -jnp.sqrt(second), jnp.sqrt(second))
+    outward = bend * correlation.third_moments(u) > 0
+    longer = jnp.where(outward, quantile.astype(u.dtype) / 2 * jnp.abs(bend), 0)
+    total = unit * jnp.sqrt((jnp.sqrt(variance) + longer) ** 2 + second / 2 + bias**2)
     # An argument whose error is not known leaves that of each result unknown.
     unknown = ~known & (jax.jacfwd(fn)(at) != 0)
-    near_zero = _may_be_zero(scaled, origin, correlation, quantile)
+    near_zero = _may_be_zero(scaled, origin, share, correlation, quantile)
     unbounded = jnp.any(unknown, axis=1) | near_zero | ~jnp.isfinite(total)
     size = jnp.sqrt(variance)
     size = jnp.where(size > 0, size, 1)
@@ -78,11 +98,22 @@ def propagate(
     return Propagated(slopes, jnp.where(unbounded, jnp.inf, total), related, near_zero)
 
 
+def _covariance(
+    u: Real[Array, "o p"], share: Real[Array, " p"], correlation: Correlation
+) -> Real[Array, "o o"]:
+    """The covariance of sums of numbers with error bars of 1, if that share of each bar
+    is independent of the others."""
+    alone = u * share
+    common = correlation.covariance(u * jnp.sqrt((1 - share) * (1 + share)))
+    return common + jnp.matmul(alone, alone.T, precision="highest")
+
+
 def _may_be_zero(
     fn: Callable[[Array], Array],
     at: Real[Array, " p"],
-    correlation: Real[Array, "p p"],
-    quantile: Real[Array, ""] | float,
+    share: Real[Array, " p"],
+    correlation: Correlation,
+    quantile: Real[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether the interval of a critical number contains zero."""
     code = jax.make_jaxpr(fn)(at)
@@ -95,8 +126,7 @@ def _may_be_zero(
     numbers, slopes = critical(at), jax.jacfwd(critical)(at)
     size = jnp.max(jnp.abs(slopes), axis=1, initial=0)
     unit = slopes / jnp.where(size > 0, size, 1)[:, None]
-    variance = jnp.einsum("oi,ij,oj->o", unit, correlation, unit, precision="highest")
-    error = size * jnp.sqrt(jnp.maximum(variance, 0))
+    error = size * jnp.sqrt(jnp.diagonal(_covariance(unit, share, correlation)))
     # A constant is what it is, zero or not.
     return jnp.any((size > 0) & (jnp.abs(numbers) <= quantile * error))
 

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Real
 
-from .covariance import correlation_of, errors_of_parts, join_parts, real_parts
+from .covariance import (
+    Correlation,
+    covariance_of,
+    errors_of_parts,
+    join_parts,
+    real_parts,
+)
 from .jax_interfaces import Jaxpr, Literal
 from .moments import Moments, sampling_quantiles
 from .transform import propagate
@@ -24,33 +30,62 @@ class Scalars(eqx.Module):
     `covariance.py`), with the samples that they have in common.
 
     - `value`, `std_err`: the scalars and their error bars, shape `(p,)`.
-    - `correlation`: of the scalars, shape `(p, p)`.
+    - `rounding`: the part of their error bars that is rounding.
+    - `correlation`: of their other errors.
     - `samples`: shape `(m, p)`, infinite where no sample was made; None if there are
         none.
     """
 
     value: Real[Array, " p"]
     std_err: Real[Array, " p"]
-    correlation: Real[Array, "p p"]
+    rounding: Real[Array, " p"]
+    correlation: Correlation
     samples: Real[Array, "m p"] | None
 
     @classmethod
     def of(cls, value: PyTree, std_err: PyTree, stats: dict[str, Any]) -> "Scalars":
-        """The scalars among the leaves of `value`, which have one dtype."""
+        """The scalars among the leaves of `value`, which have one dtype. Raise if there
+        is none, or if they are several whose covariance is not known."""
+        if not _scalars(value):
+            shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
+            raise ValueError(
+                "`value` must have a scalar. Found arrays of shape "
+                f"{shapes}, whose entries have error bars but no covariance. Estimate "
+                "scalars as well: `traceax.estimate`."
+            )
         numbers, errors = jnp.stack(_scalars(value)), jnp.stack(_scalars(std_err))
         parts, samples = real_parts(numbers), stats.get("joint_samples")
         if samples is None and "samples" in stats:
             samples = stats["samples"][:, None]
         if samples is None:
+            if len(numbers) > 1:
+                raise ValueError(
+                    "The covariance of several scalars follows from their samples, which "
+                    f"this solution does not have. Found {len(numbers)} scalars. Use one "
+                    "of them, or `traceax.estimate`."
+                )
             errors = jnp.resize(errors, parts.shape)
-            return cls(parts, errors, jnp.eye(parts.size, dtype=parts.dtype), None)
+            matrix = jnp.eye(parts.size, dtype=parts.dtype)
+            alone = Correlation(matrix, None, of_samples=False)
+            return cls(parts, errors, jnp.zeros_like(errors), alone, None)
         made = jnp.isfinite(samples[:, 0])
-        errors = errors_of_parts(errors, samples, made)
-        correlation = stats.get("correlation")
-        if correlation is None:
-            correlation = correlation_of(samples, made)
+        rounding = jnp.zeros_like(errors)
+        if "rounding_std_err" in stats:
+            rounding = jnp.stack(_scalars(stats["rounding_std_err"]))
+        errors, rounding = (errors_of_parts(x, samples, made) for x in (errors, rounding))
+        correlation = Correlation.of(samples, made, stats.get("correlation"))
         samples = jnp.where(made[:, None], real_parts(samples), jnp.inf)
-        return cls(parts, errors, correlation, samples)
+        return cls(parts, errors, rounding, correlation, samples)
+
+    @property
+    def covariance(self) -> Real[Array, "p p"]:
+        matrix, finite = self.correlation.matrix, jnp.isfinite(self.std_err)
+        known = (self.std_err > 0) & finite
+        share = jnp.where(known, self.rounding / jnp.where(known, self.std_err, 1), 0)
+        common = jnp.sqrt(jnp.maximum((1 - share) * (1 + share), 0))
+        mixed = matrix * common * common[:, None]
+        matrix = jnp.where(jnp.eye(len(mixed), dtype=bool), 1, mixed)
+        return covariance_of(matrix, self.std_err)
 
 
 def _scalars(tree: PyTree[Array]) -> list[Array]:
@@ -110,12 +145,13 @@ def transformed(
     confidence = jnp.asarray(0.95, scalars.value.dtype)
     counts = {x: stats[x] for x in ("num_samples", "freedom") if x in stats}
     settings = {"quantile": sampling_quantiles(confidence, flat[0], counts)}
-    settings |= {"correlation": scalars.correlation}
+    settings |= {"correlation": scalars.correlation, "rounding": scalars.rounding}
     whole = propagate(evaluate, scalars.value, scalars.std_err, **settings)
     slopes = jax.jacfwd(evaluate)(scalars.value)
     error = arrange(_magnitude(whole.std_err, flat.dtype))
     removed = ("samples", "joint_samples", "correlation", "skewness")
     removed += ("bounds", "proven_bounds", "bracket", "sample_brackets")
+    removed += ("rounding_std_err",)
     new = {name: x for name, x in stats.items() if name not in removed}
     new["std.err"] = error
     if scalars.samples is not None:
@@ -131,6 +167,10 @@ def transformed(
                 del new["skewness"]
         else:
             new |= {"joint_samples": samples, "correlation": whole.correlation}
+            # 0 times an infinite error is 0.
+            moves = jnp.where(slopes == 0, 0, jnp.abs(slopes) * scalars.rounding)
+            rounding = _magnitude(jnp.linalg.norm(moves, axis=1), flat.dtype)
+            new["rounding_std_err"] = arrange(rounding)
     for name in ("bounds", "proven_bounds"):
         if name in stats:
             pairs = [x for x in jax.tree.leaves(stats[name]) if x.ndim == 2]

@@ -190,9 +190,8 @@ class Measurement(AbstractTask):
 
     @property
     def title(self) -> str:
-        # "Row norms", for `RowNorms`.
-        name = type(self.quantity).__name__
-        return re.sub(r"(?<!^)(?=[A-Z])", " ", name).capitalize()
+        names = [_in_words(part) for part in self.quantity.parts]
+        return ", ".join(dict.fromkeys(names)).capitalize()
 
     def exact_cost(self, operator: FlatOperator, facts: Facts) -> int:
         if self.quantity.rows_only and facts.rows is not None:
@@ -212,7 +211,7 @@ class Measurement(AbstractTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        quantity = self.quantity
+        quantity = self.quantity.open()
         of_gram = quantity.of_gram()
         if quantity.rows_only and facts.rows is not None:
             answer = exact_from_vector(quantity, facts.rows, 0)
@@ -223,7 +222,7 @@ class Measurement(AbstractTask):
             answer = exact_from_vector(quantity, facts.diagonal, facts.diagonal_cost)
         else:
             answer = exact(quantity, operator, execution)
-        if answer.samples is None:
+        if answer.value.ndim > 0:
             return answer
         extra = dict.fromkeys(self.estimator.further_std_errs, answer.std_err)
         return dataclasses.replace(answer, extra=extra)
@@ -236,7 +235,8 @@ class Measurement(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         if self.direct:
-            return self.estimator.measure(self.quantity, operator, k, key, execution)
+            quantity = self.quantity.open()
+            return self.estimator.measure(quantity, operator, k, key, execution)
         quantity = self.quantity.of_gram()
         if quantity is None:
             raise refusal(self.estimator, self.quantity)
@@ -252,6 +252,11 @@ class Measurement(AbstractTask):
         )
 
 
+def _in_words(quantity: AbstractQuantity) -> str:
+    """`"row norms"`, for `RowNorms`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", type(quantity).__name__).lower()
+
+
 def refusal(
     estimator: AbstractEstimator,
     quantity: AbstractQuantity,
@@ -260,7 +265,7 @@ def refusal(
 ) -> ValueError:
     """The error for a quantity that the estimator does not support, or not with an
     `adaptive` budget."""
-    name = type(quantity).__name__
+    name = ", ".join(type(part).__name__ for part in quantity.parts)
     limit = ", with an adaptive budget, only with a number `k`" if adaptive else ""
     return ValueError(
         f"`{estimator.name}` cannot estimate this quantity, `{name}`{limit}. Use "

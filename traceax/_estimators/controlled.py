@@ -230,7 +230,7 @@ class ControlledMeasurement(AbstractTask):
             operator=operator,
             k=k,
             execution=execution,
-            keep=False,
+            keep=lambda _: None,
             quantity=self.quantity,
         )
         moments, control = streamed.summary

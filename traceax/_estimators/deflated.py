@@ -51,7 +51,7 @@ class DeflatedMeasurement(AbstractSubspaceTask):
         execution: AbstractExecution,
     ) -> Estimate:
         task, count = self.task, self.columns.shape[1]
-        subspace, quantity = Subspace.of(self.columns), task.quantity
+        subspace, quantity = Subspace.of(self.columns), task.quantity.open()
         product = eqx.filter_checkpoint(lambda operator, x: operator.mv(x))
         rows = execution.map(product, operator, subspace.basis.T)
         outside = subspace.remove(rows.T).T
@@ -70,7 +70,7 @@ class DeflatedMeasurement(AbstractSubspaceTask):
             k = k - count
         estimate = task.run(subspace.compress(operator), k, key, execution)
         return dataclasses.replace(
-            estimate.moved(known),
+            estimate.moved(known, of_sample=quantity.scalars(known)),
             num_matvecs=estimate.num_matvecs + count,
             magnitude=estimate.magnitude + size,
             method=f"{estimate.method or task.name}, {count} vectors deflated",

@@ -1,6 +1,7 @@
 """Sketch estimators that add probes in rounds until a tolerance is met."""
 
 import abc
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
-from .._numerics.expansion import Reading
+from .._numerics.reading import Reading
 from .._run.budget import Budget, default_max_k, one_round
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
@@ -162,11 +163,12 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             return without(sketch, "expansion"), reading, assessment
 
         # The loop does not carry the frame, which only derivatives need and which is
-        # about as large as the buffers. It is made after the loop.
+        # about as large as the buffers, or the correlation, which is for the answer. They
+        # are made after the loop.
         def assess_for_loop(state, rounds):
             sketch, reading, assessment = assess(state, rounds, k)
-            small = without(sketch, "frame")
-            return eqx.filter((small, reading), eqx.is_array), assessment
+            small = without(sketch, "frame"), without(reading, "correlation")
+            return eqx.filter(small, eqx.is_array), assessment
 
         def step(buffers, rounds):
             state, _, _ = buffers
@@ -186,8 +188,9 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         empty = state, result, assessment
         loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
         state, (small, reading), _ = loop.state.buffers
-        # Only the frame is taken from this: XLA removes the rest of the computation.
-        sketch, _, _ = assess(state, loop.rounds, k)
+        # Only these two are taken from this: XLA removes the rest of the computation.
+        sketch, last, _ = assess(state, loop.rounds, k)
+        reading = dataclasses.replace(reading, correlation=last.correlation)
         return eqx.combine(small, sketch), reading, loop
 
 

@@ -18,12 +18,7 @@ from .._core.sampler import draw_for
 from .._core.sign_moments import SignMoments
 from .._krylov.difference import unstack
 from .._run.budget import Budget
-from .streaming import (
-    AbstractStreamingEstimator,
-    is_skewed,
-    NEARLY_EQUAL,
-    read_sample,
-)
+from .streaming import AbstractStreamingEstimator, moments_of_part, read_sample
 
 
 class Readings(eqx.Module):
@@ -92,20 +87,19 @@ class Pairs(eqx.Module):
             ]
             return jax.tree.map(lambda x, y: jnp.stack([x, y]), *readings)
 
-        samples, (sizes, marks, _) = read_pair(operator, index, self)
+        samples, ((sizes,), (marks,), _) = read_pair(operator, index, self)
         return Readings(samples, sizes, marks)
 
     def moments(
         self, operator: FlatOperator, readings: Readings, valid: Bool[Array, " m"]
     ) -> SignMoments:
         """The moments of single samples that are stacked along a first axis."""
-        quantity = self.quantity
-        return SignMoments.of(
-            samples=readings.samples,
-            size=readings.sizes,
-            marks=readings.marks,
+        return moments_of_part(
+            self.estimator,
+            self.quantity,
+            readings.samples,
+            readings.sizes,
+            readings.marks,
             valid=valid,
-            skewed=is_skewed(quantity, self.estimator.sampler),
-            rounding=operator.rounding,
-            near=NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0,
+            operator=operator,
         )

@@ -16,14 +16,16 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.arithmetic import full_precision
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator
-from .._core.moments import Moments
+from .._core.flat import FlatOperator, freeze
+from .._core.joint import JointMoments
+from .._core.moments import align, Moments
 from .._core.quantity import AbstractQuantity, Trace
 from .._core.results import failure, first_failure, RESULTS
 from .._core.sampler import AbstractSampler, check_full_support, draw_for
 from .._core.shifted import is_trace
 from .._core.solution import Estimate
-from .._numerics.expansion import AbstractExpansion, noise_gain, read, Reading
+from .._numerics.expansion import AbstractExpansion
+from .._numerics.reading import join_readings, noise_gain, read, Reading
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, attach_derivative, column_reader, Frame
@@ -198,7 +200,7 @@ class AbstractSketchEstimator(AbstractEstimator):
         sign = -1 if self.semidefinite and operator.sign < 0 else 1
         flat = operator if sign == 1 else operator.negated
         # Once, before any loop, whose body would freeze it anew in each round.
-        frozen = flat.frozen
+        frozen, constant = flat.frozen, freeze(quantity)
 
         def product(x, adjoint=False):
             # The adjoint of a product costs a transposition, which a Hermitian A spares.
@@ -207,12 +209,12 @@ class AbstractSketchEstimator(AbstractEstimator):
         with full_precision(product) as matmat:
             if isinstance(k, Budget):
                 sketch, reading, loop = self.in_rounds(
-                    quantity, matmat, flat, k, key, sign
+                    constant, matmat, flat, k, key, sign
                 )
             else:
                 probes = draw_for(flat, self.sampler, key, jnp.arange(self.num_probes(k)))
                 sketch, loop = self.sketch(matmat, probes, k, flat.eps), LoopResult()
-                reading = self._read(quantity, sketch, flat.size)
+                reading = self._read(constant, sketch, flat.size)
             value = (sketch.scale * reading.moments.mean).astype(flat.dtype)
         left, right = sketch.frame
         if isinstance(k, Budget):
@@ -231,6 +233,15 @@ class AbstractSketchEstimator(AbstractEstimator):
                     execution=execution,
                 ),
             )
+        elif jax.tree.leaves(eqx.filter(quantity, eqx.is_inexact_array)):
+            # The rule of `attach` gives derivatives in the operator alone.
+            columns, estimate = (left.T, right.T), value
+            value = attach_derivative(
+                estimate,
+                lambda: jnp.sum(
+                    execution.map(column_reader(quantity), flat, columns), axis=0
+                ).astype(estimate.dtype),
+            )
         else:
             frame = Frame(constant=left, right=right)
             value = attach(flat, value, frame, execution=execution, quantity=quantity)
@@ -239,7 +250,7 @@ class AbstractSketchEstimator(AbstractEstimator):
             samples = sign * sketch.scale * reading.samples
             if sketch.valid is not None:
                 # Not NaN, at which `jax_debug_nans` would stop.
-                samples = jnp.where(sketch.valid, samples, jnp.inf)
+                samples = jnp.where(align(sketch.valid, samples), samples, jnp.inf)
         not_semidefinite = ~jnp.asarray(sketch.semidefinite)
         return Estimate(
             value=sign * value,
@@ -256,18 +267,23 @@ class AbstractSketchEstimator(AbstractEstimator):
             extra=jax.tree.map(lambda x: sketch.scale * x, reading.extra) | loop.extra,
             state=loop.state,
             num_samples=reading.moments.count,
-            skewness=None if reading.moments.cubes is None else reading.moments.skewness,
+            skewness=reading.moments.skewness,
+            correlation=reading.correlation,
         )
 
     def _read(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:
         """The quantity and its error bar, both still to be multiplied by the sketch's
         `scale`."""
+        readings = [self._read_part(part, sketch, n) for part in quantity.parts]
+        return join_readings(quantity, readings, sketch.expansion, sketch.valid)
+
+    def _read_part(self, quantity: AbstractQuantity, sketch: Sketch, n: int) -> Reading:
         reading = self._read_samples(quantity, sketch)
         if isinstance(sketch.noise, float) and sketch.noise == 0:
             return reading
         # The factor from the noise of an entry of the operator to that of the quantity.
         if quantity.diagonal_only:
-            ones = jnp.ones(n, reading.moments.unit.dtype)
+            ones = jnp.ones(n, reading.std_err.dtype)
             gain = jnp.sqrt(quantity.read(ones, ones))
         else:
             probes = None if sketch.expansion is None else sketch.expansion().probes
@@ -284,7 +300,7 @@ class AbstractSketchEstimator(AbstractEstimator):
             size = jnp.asarray(sketch.magnitude, moments.unit.dtype)
             return Reading(
                 samples=sketch.samples,
-                moments=moments,
+                moments=JointMoments((moments,), joined=False),
                 std_err=sketch.std_err,
                 magnitude=size,
                 extra=sketch.extra,

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.checks import check_instance
-from .._core.flat import FlatOperator
+from .._core.flat import FlatOperator, freeze
+from .._core.joint import JointMoments
 from .._core.moments import FEW_SIGNS
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import AbstractSampler, draw_for
@@ -30,7 +31,7 @@ from .base import AbstractEstimator, refusal
 # then their error bar is raised. With this, 95% intervals of row norms and of traces of
 # blocks with equal entries cover 0.96 or more from 4 samples on; without, 0.68 with 4. A
 # larger share would also widen the bars of samples that do spread little.
-NEARLY_EQUAL = 0.2
+_NEARLY_EQUAL = 0.2
 
 
 def is_skewed(quantity: AbstractQuantity, sampler: AbstractSampler) -> bool:
@@ -113,20 +114,17 @@ class AbstractStreamingEstimator(AbstractEstimator):
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> Estimate:
-        skewed = is_skewed(quantity, self.sampler)
         # An adaptive run may stop at its first test, which sees this many samples.
         count = max(k.round_size, k.rule.min_samples) if isinstance(k, Budget) else k
         # Few samples of signs may be equal by chance. Their marks show whether they are.
         with_marks = count < FEW_SIGNS and self.sampler.unit_modulus
-        near = NEARLY_EQUAL if quantity.comparable(operator.hermitian) else 0.0
-
         num_strata = self.num_strata
         k = in_sweeps(k, num_strata)
 
         # The backward pass draws a block's probes again instead of storing them all. What
         # is traced is passed, and not closed over, which would look like a leak of it.
         @ft.partial(eqx.filter_checkpoint, prevent_cse=False)
-        def sample_of(operator, index, key, estimator):
+        def sample_of(operator, quantity, index, key, estimator):
             sampler, indices = estimator.sampler, index[None]
             probe = draw_for(operator, sampler, key, indices)[:, 0]
             full = None
@@ -136,58 +134,60 @@ class AbstractStreamingEstimator(AbstractEstimator):
                 estimator, quantity, operator, probe, with_marks=with_marks, full=full
             )
 
-        def body(operator, index):
-            value, further = sample_of(operator, index, key, self)
+        def body(operator, index, quantity=quantity):
+            value, further = sample_of(operator, quantity, index, key, self)
             return value, (further, index if num_strata > 1 else None)
 
         def reduce(outs, valid):
-            samples, ((size, marks, _), indices) = outs
-            strata = None
-            if num_strata > 1:
-                strata = self.sampler.strata(indices, entrywise=quantity.entrywise)
-            moments = SignMoments.of(
-                samples=samples,
-                size=size,
-                marks=marks,
-                valid=valid,
-                strata=strata,
-                skewed=skewed,
-                rounding=operator.rounding,
-                near=near,
-            )
-            return (moments,)
+            samples, ((sizes, marks, _), indices) = outs
+            every = jax.vmap(quantity.split)(samples), sizes, marks
+            moments = [
+                moments_of_part(
+                    self,
+                    part,
+                    *of_part,
+                    indices=indices,
+                    valid=valid,
+                    operator=operator,
+                )
+                for part, *of_part in zip(quantity.parts, *every, strict=True)
+            ]
+            return (JointMoments(tuple(moments), quantity.joined),)
 
         def merge(summaries):
             (moments,) = summaries
-            return (SignMoments.merge(moments),)
+            return (JointMoments.merge(moments),)
 
         # Samples are kept for `Solution.stats` if they are numbers, one or several.
         # Arrays, such as diagonals, would take memory that grows with k.
         sample = eqx.filter_eval_shape(body, operator, jnp.zeros((), int))[0]
         scalar = sample.ndim == 0
-        joint = eqx.filter_eval_shape(quantity.scalars, sample)
+        scalars = eqx.filter_eval_shape(quantity.scalars, sample)
+        all_kept = scalar or (scalars is not None and scalars.size == sample.size)
         streamed = stream(
             fn=body,
+            frozen_fn=ft.partial(body, quantity=freeze(quantity)),
             reduce=reduce,
             merge=merge,
             operator=operator,
             k=k,
             execution=execution,
-            keep=scalar or joint is not None,
+            keep=None if all_kept else quantity.scalars,
             quantity=quantity,
         )
         (moments,) = streamed.summary
-        extra = streamed.loop.extra | moments.samples.statistics(scalar=scalar)
-        if isinstance(moments.samples, StratifiedMoments) and is_trace(quantity):
+        extra = streamed.loop.extra | moments.statistics(scalar=scalar)
+        samples = moments.parts[0].samples
+        if isinstance(samples, StratifiedMoments) and is_trace(quantity):
             changes = streamed.others[0][2]
-            extra |= {"gain": _gain(changes, moments.samples, streamed.count)}
+            extra |= {"gain": _gain(changes, samples, streamed.count)}
         return Estimate(
             value=attach_derivative(moments.mean, streamed.mean),
             std_err=moments.std_err(),
             samples=streamed.samples,
             num_matvecs=streamed.count,
             rounding=operator.rounding,
-            magnitude=0.0 if moments.size is None else moments.size,
+            magnitude=moments.size,
             result=streamed.loop.result,
             extra=extra,
             state=streamed.loop.state,
@@ -204,10 +204,10 @@ def read_sample(
     *,
     with_marks: bool,
     full: Inexact[Array, " n"] | None = None,
-) -> tuple[Inexact[Array, "*q"], tuple[Array | None, Array | None, Array | None]]:
-    """One sample; the size of its terms, if they may cancel; `with_marks`, its marks;
-    and for a probe that is a part of a `full` vector the change of the sample if that
-    takes the place of `left`."""
+) -> tuple[Inexact[Array, "*q"], tuple[list[Any], list[Any], Array | None]]:
+    """One sample; for each part the size of its terms, if they may cancel, and
+    `with_marks` its marks; and for a probe that is a part of a `full` vector the
+    change of the sample if that takes the place of `left`."""
     images = []
 
     def counting_mv(vector):
@@ -227,16 +227,44 @@ def read_sample(
     if is_pair:
         left, image = sample
         # Error bars have no derivative.
-        frozen_left, frozen_image = jax.lax.stop_gradient(sample)
-        marks = quantity.marks(frozen_left, frozen_image) if with_marks else None
+        frozen = jax.lax.stop_gradient(sample)
+        sizes = [part.size(*frozen) for part in quantity.parts]
+        marks = [part.marks(*frozen) if with_marks else None for part in quantity.parts]
         value = quantity.read(left, image)
         change = None
         if full is not None:
-            change = quantity.read(full - probe, frozen_image)
-        return value, (quantity.size(frozen_left, frozen_image), marks, change)
+            change = quantity.read(full - probe, frozen[1])
+        return value, (sizes, marks, change)
     if not is_trace(quantity):
         raise refusal(estimator, quantity)
-    return sample, (None, None, None)
+    return sample, ([None], [None], None)
+
+
+def moments_of_part(
+    estimator: AbstractStreamingEstimator,
+    part: AbstractQuantity,
+    samples: Inexact[Array, "m ..."],
+    size: Real[Array, "m ..."] | None,
+    marks: Inexact[Array, "m ..."] | None,
+    *,
+    indices: Int[Array, " m"] | None = None,
+    valid: Bool[Array, " m"],
+    operator: FlatOperator,
+) -> SignMoments:
+    """The moments of the samples of one part of a quantity."""
+    strata = None
+    if indices is not None:
+        strata = estimator.sampler.strata(indices, entrywise=part.entrywise)
+    return SignMoments.of(
+        samples=samples,
+        size=size,
+        marks=marks,
+        valid=valid,
+        strata=strata,
+        skewed=is_skewed(part, estimator.sampler),
+        rounding=operator.rounding,
+        near=_NEARLY_EQUAL if part.comparable(operator.hermitian) else 0.0,
+    )
 
 
 def _gain(

@@ -1,7 +1,7 @@
 """The interface of estimators of the trace of a function of an operator."""
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import DTypeLike, PRNGKeyArray, Scalar
@@ -25,7 +25,7 @@ class AbstractFunctionEstimator(eqx.Module):
     !!! Example
 
         ```python
-        from typing import ClassVar
+        from typing import Any, ClassVar
 
         import jax
         import jax.numpy as jnp
@@ -66,7 +66,7 @@ class AbstractFunctionEstimator(eqx.Module):
     def run(
         self,
         operator: FlatOperator,
-        function: AbstractSpectralFunction,
+        function: Any,
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
@@ -80,7 +80,7 @@ class AbstractFunctionEstimator(eqx.Module):
         **Arguments:**
 
         - `operator`: A, as a map of flat vectors of shape `(n,)`.
-        - `function`: f.
+        - `function`: f, a [`traceax.AbstractSpectralFunction`][].
         - `gradient`: how the derivative is estimated.
         - `k`: the number of probes, fixed or adaptive.
         - `num_steps`: the number of Lanczos steps, at most n, fixed or adaptive.

@@ -26,6 +26,7 @@ from .._core.solution import Estimate
 from .._krylov.difference import unstack
 from .._operators.door import Facts
 from .._quadrature.domain import critical_extremes
+from .._quadrature.function_tree import FunctionTree
 from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
@@ -116,6 +117,7 @@ class ControlledFunction(AbstractTask):
     ) -> Estimate:
         task, estimator = self.task, self.task.estimator
         assert isinstance(estimator, SLQEstimator)
+        assert not isinstance(task.function, FunctionTree)
         check_full_support("estimator.sampler", estimator.sampler)
         function, gradient, bound = task.function, task.gradient, estimator.lower_bound
         first = self._operands(operator)[0]
@@ -130,7 +132,7 @@ class ControlledFunction(AbstractTask):
 
         def choose(adaptive):
             # For both operators, since the errors of both count.
-            settings = {"krylov": krylov, "function": function, "bound": bound}
+            settings = {"krylov": krylov, "functions": [function], "bound": bound}
             settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
             steps = [
                 choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)

@@ -192,13 +192,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             num_matvecs = num_matvecs + steps.spent
 
         def form(flat, index):
-            return forms.form(flat, index, steps, gradient.columns)
+            of_probe, probe = forms.form(flat, index, steps, gradient.columns)
+            return (of_probe,), probe
 
         budget = deflated.budget_after(steps)
         streamed = stream_forms(
             form,
             operator=operator,
-            function=function,
+            functions=(function,),
             gradient=gradient,
             k=budget,
             execution=execution,
@@ -278,7 +279,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 adaptive,
                 krylov=Lanczos(),
                 operator=operator,
-                function=function,
+                functions=(function,),
                 bound=None,
                 probe=probe,
                 excess=excess,

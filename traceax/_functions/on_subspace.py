@@ -1,6 +1,8 @@
 """A function of a Hermitian operator on a subspace, and the task that treats it apart
 from the rest."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,9 @@ class FunctionOfEigenvalues(eqx.Module):
     def of(
         cls, task: AbstractTaskOfFunction, operator: FlatOperator
     ) -> "FunctionOfEigenvalues":
-        return cls(
-            task.function, task.operand(operator) is not operator, float(operator.eps)
-        )
+        # `with_subspaces` has refused trees of functions.
+        function: Any = task.function
+        return cls(function, task.operand(operator) is not operator, float(operator.eps))
 
     def _operand(self, x: Real[Array, " r"]) -> Real[Array, " r"]:
         if self.function.of_singular_values:

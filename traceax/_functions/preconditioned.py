@@ -25,6 +25,7 @@ from .._preconditioners.base import (
     AbstractPreconditioning,
     check_size,
 )
+from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.budget import Budget, default_max_k
@@ -34,7 +35,9 @@ from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
 
 
-def check_logarithm(operator: FlatOperator, function: AbstractSpectralFunction) -> None:
+def check_logarithm(
+    operator: FlatOperator, function: AbstractSpectralFunction | FunctionTree
+) -> None:
     """Raise unless the function is the logarithm of a Hermitian operator: for no other
     function does a preconditioner split the trace."""
     if not isinstance(function, Log | SingularLog):

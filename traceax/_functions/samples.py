@@ -10,7 +10,7 @@ than the error, an estimate takes their place: see `Convergence`, and
 docs/devdocs/quadrature.md, "How much is left".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -157,6 +157,34 @@ class FormMoments(eqx.Module):
         return jnp.stack([ends + further, std_errs], axis=1)
 
 
+class MomentsOfSeveral(eqx.Module):
+    """The summaries of the forms of several functions."""
+
+    parts: tuple[FormMoments, ...]
+
+    @classmethod
+    def merge(cls, stacked: "MomentsOfSeveral") -> "MomentsOfSeveral":
+        """One summary from several that are stacked."""
+        return cls(tuple(map(FormMoments.merge, stacked.parts)))
+
+    @property
+    def count(self) -> Real[Array, "*sets"]:
+        """The number of samples; of strata, which have fewer degrees of freedom, the
+        smallest one."""
+        return jnp.min(jnp.stack([part.count for part in self.parts]), axis=0)
+
+    @property
+    def total(self) -> Real[Array, "*sets"]:
+        return self.parts[0].total
+
+    @property
+    def mean(self) -> Inexact[Array, " f"]:
+        return jnp.stack([part.mean for part in self.parts])
+
+    def std_err(self) -> Real[Array, " f"]:
+        return jnp.stack([part.std_err() for part in self.parts])
+
+
 def errors_of(form: QuadraticForm) -> Real[Array, " e"]:
     """The errors of a form as one array, in the order of `_MEANS`."""
     convergence, rounding = Convergence.of(form), jnp.abs(form.rounding)
@@ -168,11 +196,12 @@ def errors_of(form: QuadraticForm) -> Real[Array, " e"]:
 
 
 def stream_forms(
-    form: Callable[
-        [FlatOperator, Int[Array, ""]], tuple[QuadraticForm, Inexact[Array, " n"]]
+    forms: Callable[
+        [FlatOperator, Int[Array, ""]],
+        tuple[Sequence[QuadraticForm], Inexact[Array, " n"]],
     ],
     operator: FlatOperator,
-    function: AbstractSpectralFunction,
+    functions: Sequence[AbstractSpectralFunction],
     gradient: AbstractFunctionGradient,
     k: int | Budget,
     execution: AbstractExecution,
@@ -181,30 +210,46 @@ def stream_forms(
     width: int,
     quantity: AbstractQuantity,
 ) -> Streamed:
-    """Quadratic forms for the whole budget, with their derivatives. `form(operator, i)`
-    is the form of probe i of the `sampler`, and that probe. Streamed with each sample are
-    its errors as in `_MEANS`, its extreme Ritz values, the residual of its derivative,
-    and i where there are several strata."""
+    """Quadratic forms for the whole budget, with their derivatives. `forms(operator, i)`
+    is the form of each of the `functions` for probe i of the `sampler`, and that probe.
+    Samples are numbers for one function, and arrays of shape `(f,)` for several. Streamed
+    with each sample are the errors of its forms as in `_MEANS`, the residuals of their
+    derivatives, the extreme Ritz values, and i where there are several strata."""
+
+    def numbers_of(flat, function, form, probe):
+        frame = gradient.frame(function, form.left.T, form.right.T, probe[:, None])
+        value = attach(flat, form.value, frame, execution=Local())
+        return value, errors_of(form), form.residual
 
     def body(flat, index):
-        # The run is constant to derivatives, which come from the frame alone.
-        sample, probe = form(flat.frozen, index)
-        frame = gradient.frame(function, sample.left.T, sample.right.T, probe[:, None])
-        value = attach(flat, sample.value, frame, execution=Local())
+        # The run is constant to derivatives, which come from the frames alone.
+        of_each, probe = forms(flat.frozen, index)
+        pairs = zip(functions, of_each, strict=True)
+        numbers = [numbers_of(flat, function, form, probe) for function, form in pairs]
+        value, errors, residual = numbers[0]
+        if len(numbers) > 1:
+            value, errors, residual = map(jnp.stack, zip(*numbers, strict=True))
         stratum = index if sampler.num_strata > 1 else None
-        return value, (errors_of(sample), sample.extremes, sample.residual, stratum)
+        return value, (errors, of_each[0].extremes, residual, stratum)
 
     def reduce(outs, valid):
         samples, (errors, extremes, _, indices) = outs
         strata = None
         if indices is not None:
             strata = sampler.strata(indices, entrywise=False)
-        moments = FormMoments.of(samples, errors, valid, strata)
+        if len(functions) == 1:
+            moments = FormMoments.of(samples, errors, valid, strata)
+        else:
+            each = range(len(functions))
+            moments = [
+                FormMoments.of(samples[:, i], errors[:, i], valid, strata) for i in each
+            ]
+            moments = MomentsOfSeveral(tuple(moments))
         return moments, spectral_range(extremes)
 
     def merge(parts):
         moments, extremes = parts
-        return FormMoments.merge(moments), spectral_range(extremes, moments.total)
+        return type(moments).merge(moments), spectral_range(extremes, moments.total)
 
     return stream(
         body, reduce, merge, operator, k, execution, width=width, quantity=quantity

@@ -29,13 +29,15 @@ from .._krylov.base import AbstractKrylovMethod
 from .._krylov.golub_kahan import GolubKahan
 from .._krylov.lanczos import Lanczos
 from .._quadrature.domain import critical_extremes
+from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, in_sweeps, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, describe_mismatch
 from .gradients import AbstractFunctionGradient
-from .samples import estimate_of_forms, stream_forms
+from .samples import stream_forms
+from .several import estimate_of_members
 
 
 class SLQEstimator(AbstractFunctionEstimator):
@@ -139,7 +141,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     def run(
         self,
         operator: FlatOperator,
-        function: AbstractSpectralFunction,
+        function: AbstractSpectralFunction | FunctionTree,
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
@@ -149,6 +151,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         krylov, bound = self.method(operator, function), self.lower_bound
+        functions = members_of(function)
 
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
@@ -156,9 +159,16 @@ class SLQEstimator(AbstractFunctionEstimator):
         num_strata = self.sampler.num_strata
         k = in_sweeps(k, num_strata)
 
-        def excess(value, bracket, deviation):
+        def excess(value, bracket, deviation, values=None):
             return excess_of_bracket(
-                value, bracket, deviation, operator, k, quantity, num_strata
+                value,
+                bracket,
+                deviation,
+                operator,
+                k,
+                quantity,
+                num_strata,
+                values=values,
             )
 
         def choose(adaptive):
@@ -169,7 +179,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 adaptive,
                 krylov=krylov,
                 operator=operator,
-                function=function,
+                functions=functions,
                 bound=bound,
                 probe=probe,
                 excess=excess,
@@ -178,23 +188,20 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         steps, k = Steps.resumed(num_steps, choose, k)
 
-        def form(flat, index):
-            probe = draw(flat, index[None])[:, 0]
-            quadratic_form = krylov.form(
-                flat,
-                probe,
-                function=function,
-                most=steps.most,
-                lower_bound=bound,
-                columns=gradient.columns,
-                steps=steps.made,
-            )
-            return quadratic_form, probe
+        def forms(flat, index):
+            probe, made = draw(flat, index[None])[:, 0], steps.made
+            state = krylov.start(flat, probe, steps.most)
+            state = krylov.advance(flat, state, 0, made)
+            # By position: parameters of a user's method may have other names.
+            settings = bound, gradient.columns
+            return [
+                krylov.read(flat, state, made, f, *settings) for f in functions
+            ], probe
 
         streamed = stream_forms(
-            form,
+            forms,
             operator=operator,
-            function=function,
+            functions=functions,
             gradient=gradient,
             k=k,
             execution=execution,
@@ -206,14 +213,13 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         # `trace_difference` streams forms of two operators. The domain is checked for the
         # one that is nearer to leaving it.
-        estimate = estimate_of_forms(
+        estimate = estimate_of_members(
             streamed,
-            operator=operator,
             function=function,
+            operator=operator,
             k=k,
             steps=steps,
             excess=excess,
-            live=streamed.mean,
             extremes=critical_extremes(extremes),
         )
         # A step of Golub-Kahan has a second matvec, with the adjoint.
@@ -242,17 +248,18 @@ class SLQEstimator(AbstractFunctionEstimator):
         return jnp.where(indices < count, weight * probes, 0)
 
     def method(
-        self, operator: FlatOperator, function: AbstractSpectralFunction
+        self, operator: FlatOperator, function: AbstractSpectralFunction | FunctionTree
     ) -> AbstractKrylovMethod:
         """The Krylov method: `krylov`, or the first of `_METHODS` that fits."""
         methods = _METHODS if self.krylov is None else (self.krylov,)
+        functions = members_of(function)
         for method in methods:
-            if method.fits(operator, function):
+            if all(method.fits(operator, each) for each in functions):
                 return method
         names = " or ".join(f"`{type(method).__name__}`" for method in methods)
         raise ValueError(
             f"`krylov` must fit the operator and the function. Found {names}. "
-            f"{describe_mismatch(operator, function)} Leave `krylov` out, or tag the "
+            f"{describe_mismatch(operator, functions[0])} Leave `krylov` out, or tag the "
             "operator."
         )
 

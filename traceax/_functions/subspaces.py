@@ -5,6 +5,7 @@ from typing import Any
 from .._operators.basis import basis_columns
 from .._operators.checks import check_hermitian
 from .._operators.door import EnteredOperator
+from .._quadrature.function_tree import FunctionTree
 from .._run.solve import AbstractTask
 from .eigenpairs import DeflatedFunction
 from .null_space import WithoutNullSpace
@@ -27,6 +28,11 @@ def with_subspaces(
     ):
         if basis is None:
             continue
+        if isinstance(task.function, FunctionTree):
+            raise ValueError(
+                f"`{name}` is for a single function. Found a PyTree of functions. Make a "
+                "call for each."
+            )
         check_hermitian(flat)
         columns = basis_columns(name, basis, operator.structure, flat.dtype)
         if columns.shape[1] > 0:

@@ -12,6 +12,7 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._operators.door import Facts
+from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
@@ -20,6 +21,7 @@ from .._run.steps import AdaptiveSteps, exact_limit
 from .all_eigenvalues import exact_trace_of_function, trace_from_eigenvalues
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
+from .several import of_members
 
 
 # A probe takes about so many matvecs or more, so n of them are spent by n / 8 probes, and
@@ -34,7 +36,7 @@ class AbstractTaskOfFunction(AbstractTask):
         None. Relative tolerances are for the sum.
     """
 
-    function: eqx.AbstractVar[AbstractSpectralFunction]
+    function: eqx.AbstractVar[AbstractSpectralFunction | FunctionTree]
     num_steps: eqx.AbstractVar[int | AdaptiveSteps]
     offset: eqx.AbstractVar[Array | None]
 
@@ -54,7 +56,7 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
     """
 
     estimator: AbstractFunctionEstimator
-    function: AbstractSpectralFunction
+    function: AbstractSpectralFunction | FunctionTree
     gradient: AbstractFunctionGradient
     num_steps: int | AdaptiveSteps
     quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
@@ -106,7 +108,9 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
         operand, eigenvalues = self.operand(operator), facts.spectrum.eigenvalues
         if operand is not operator:  # its negative
             eigenvalues = -eigenvalues
-        estimate = trace_from_eigenvalues(operand, self.function, eigenvalues)
+        estimate = of_members(
+            self.function, lambda fn: trace_from_eigenvalues(operand, fn, eigenvalues)
+        )
         return self.finish(operator, estimate)
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
@@ -119,8 +123,9 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
         if self.is_known(facts):
             return self._moved(self.known(operator, facts))
         operand = self.operand(operator)
-        estimate = exact_trace_of_function(
-            operand, self.function, self.gradient, execution
+        estimate = of_members(
+            self.function,
+            lambda fn: exact_trace_of_function(operand, fn, self.gradient, execution),
         )
         return self._moved(self.finish(operator, estimate))
 

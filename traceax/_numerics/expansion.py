@@ -15,15 +15,15 @@ In the code: the rows of `own` are the estimates' own pairs, `changes` gives the
 
 import abc
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.moments import Moments
-from .._core.quantity import AbstractQuantity
+from .._core.covariance import real_parts
+from .._core.quantity import AbstractQuantity, sum_rows
 from .leave_one_out import distinct_pairs, Pairs
 
 
@@ -122,108 +122,61 @@ class AbstractLeaveOneOut(AbstractExpansion):
     ) -> Real[Array, "*q"] | float:
         """See `leave_one_out.sample_covariance`. It uses only pairs of nearby indices,
         cyclically: all pairs have the same expectation."""
+
+        def product(change, mirrored, weight):
+            return jnp.tensordot(weight, (change * mirrored.conj()).real, 1)
+
+        return self._mean_of_pairs(quantity.read, product, valid)
+
+    def scalar_covariance(
+        self, read: Callable[[Array, Array], Array], valid: Bool[Array, " m"] | None
+    ) -> Real[Array, "p p"]:
+        """The covariance of the scalars that `read` returns, in two different estimates.
+        Complex scalars count as in `real_parts`."""
+
+        def product(change, mirrored, weight):
+            change, mirrored = real_parts(change), real_parts(mirrored)
+            total = jnp.matmul(weight * change.T, mirrored, precision="highest")
+            return (total + total.T) / 2
+
+        return self._mean_of_pairs(read, product, valid)
+
+    def _mean_of_pairs(
+        self,
+        read: Callable[[Array, Array], Array],
+        product: Callable[[Array, Array, Array], Array],
+        valid: Bool[Array, " m"] | None,
+    ) -> Array:
+        """The mean of a product of two changes, `t_(i|j) - t_i` and `t_(j|i) - t_j`."""
         m = len(self.own()[0][0])
         index, count = jnp.arange(m), m if valid is None else jnp.sum(valid)
         period = jnp.maximum(count, 1)
 
-        def add(distance, total):
+        def term(distance):
             ahead, behind = (index + distance) % period, (index - distance) % period
-            change = _rows(quantity, self.changes(ahead))
-            mirrored = _rows(quantity, self.changes(behind))[ahead]
-            product = change * mirrored.conj()
+            change = read_rows(read, self.changes(ahead))
+            mirrored = read_rows(read, self.changes(behind))[ahead]
             # Twice for (i, j) and (j, i), which are conjugate; at half of the period both
             # are among the rows already.
             weight = jnp.where(index < count, jnp.where(2 * distance == count, 1, 2), 0)
-            return total + jnp.tensordot(weight.astype(total.dtype), product.real, 1)
+            return product(change, mirrored, weight.astype(change.real.dtype))
 
-        zeros = jnp.zeros_like(_rows(quantity, self.own())[0].real)
+        shape = jax.eval_shape(term, index[0])
         farthest = jnp.minimum(count // 2, _MAX_PARTNERS // 2)
-        total = jax.lax.fori_loop(1, farthest + 1, add, zeros)
+        total = jax.lax.fori_loop(
+            1,
+            farthest + 1,
+            lambda distance, total: total + term(distance),
+            jnp.zeros(shape.shape, shape.dtype),
+        )
         return total / jnp.maximum(count * jnp.minimum(count - 1, _MAX_PARTNERS), 1)
 
 
-def _rows(quantity: AbstractQuantity, pairs: Sequence[Pair]) -> Inexact[Array, "m ..."]:
-    """The quantity of each row, summed over the pairs."""
-    return ft.reduce(jnp.add, [jax.vmap(quantity.read)(*pair) for pair in pairs])
-
-
-def _sum(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:
-    """The sum of the rows. For long rows a reduction takes forty times as long on CPU as
-    this matrix product."""
-    return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision="highest")
-
-
-class Reading(eqx.Module):
-    """The estimates of a quantity from several estimates of an operator, and their error.
-
-    - `samples`: the quantity of each estimate, if it is a scalar.
-    - `moments`: the moments of the samples.
-    - `std_err`: the standard error of their mean.
-    - `magnitude`: what rounding errors are relative to.
-    - `extra`: entries for `Solution.stats`.
-    """
-
-    samples: Inexact[Array, " m"] | None
-    moments: Moments
-    std_err: Real[Array, "*q"]
-    magnitude: Real[Array, ""]
-    extra: dict[str, Array] = eqx.field(default_factory=dict)
-
-
-def read(
-    quantity: AbstractQuantity,
-    expansion: AbstractExpansion,
-    valid: Bool[Array, " m"] | None = None,
-    *,
-    skewed: bool,
-) -> Reading:
-    """The quantity of the `valid` estimates, which come first. Samples may be
-    `skewed`."""
-    ones = jnp.ones_like(expansion.products[0])
-    common, own = _sum(_rows(quantity, [expansion.shared])), expansion.own()
-    if quantity.diagonal_only:
-        common = common + expansion.shift * quantity.read(ones, ones)
-    elif expansion.probes is not None:
-        own = [*own, (expansion.probes, expansion.shift * expansion.probes)]
-    samples = common + _rows(quantity, own)
-    moments = Moments.of(samples, valid, skewed=skewed)
-    covariance = _steady(expansion.covariance(quantity, valid), moments)
-    std_err = moments.std_err(covariance)
-    squares = _rows(quantity, [(expansion.products, expansion.products)])
-    # One number for all entries: a basis is accurate to the roundoff of its columns,
-    # whatever the size of an entry.
-    magnitude = jnp.sqrt(jnp.max(_sum(jnp.abs(squares))))
-    return Reading(
-        samples=samples if samples.ndim == 1 else None,
-        moments=moments,
-        std_err=std_err,
-        magnitude=magnitude,
-    )
-
-
-def noise_gain(
-    quantity: AbstractQuantity,
-    probes: Inexact[Array, "m n"],
-    valid: Bool[Array, " m"] | None,
-) -> Real[Array, "*q"]:
-    """The standard deviation of the quantity for a matrix of independent entries of
-    variance one, estimated from pairs of independent probes."""
-    squares = jnp.abs(_rows(quantity, [(probes, jnp.roll(probes, 1, axis=0))])) ** 2
-    count = len(probes) if valid is None else jnp.maximum(jnp.sum(valid), 1)
-    return jnp.sqrt(jnp.sum(squares, axis=0) / count)
-
-
-def _steady(covariance: Real[Array, "*q"] | float, moments: Moments) -> Real[Array, "*q"]:
-    """A covariance with less noise. The covariance of a single entry is noisy, and the
-    correlation pooled over all entries is wrong where entries differ. So an entry gets
-    the pooled one or, if larger, the mean of the pooled one and its own. A scalar
-    quantity gets its own."""
-    variance = moments.count * moments.independent_std_err**2
-    variance = jnp.where(moments.count > 1, variance, 0)
-    covariance = jnp.asarray(covariance, variance.dtype)
-    total = jnp.sum(variance)
-    pooled = jnp.maximum(jnp.sum(covariance), 0) / jnp.where(total > 0, total, 1)
-    return jnp.maximum(pooled * variance, (covariance + pooled * variance) / 2)
+def read_rows(
+    read: Callable[[Array, Array], Array], pairs: Sequence[Pair]
+) -> Inexact[Array, "m ..."]:
+    """What is read of each row, summed over the pairs."""
+    return ft.reduce(jnp.add, [jax.vmap(read)(*pair) for pair in pairs])
 
 
 class OneSided(AbstractLeaveOneOut):
@@ -306,6 +259,6 @@ class OneSided(AbstractLeaveOneOut):
             (-2 * size * e.conj(), w * g2 * g, e),
         ]
         alone = -2 * size * b * e * jnp.sum(w * g2, axis=1)[:, None]
-        total = _sum(alone.real)
-        total += sum(_sum((x * (mixed @ y)).real) for x, mixed, y in terms)
+        total = sum_rows(alone.real)
+        total += sum(sum_rows((x * (mixed @ y)).real) for x, mixed, y in terms)
         return total / jnp.maximum(jnp.sum(used), 1)

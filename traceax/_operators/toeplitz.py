@@ -17,7 +17,7 @@ from jaxtyping import Array, Complex, Inexact, Real
 
 from .._core.arithmetic import standard_promotion
 from .._core.jax_interfaces import Tracer
-from .._core.quantity import keep_nonzero
+from .._core.norms import keep_nonzero
 from .convert import as_frozenset, working_dtype
 from .storage import refuse_masked
 from .structured import (

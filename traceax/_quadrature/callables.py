@@ -1,5 +1,6 @@
 """Plain callables as spectral functions."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, DTypeLike
 from .._core.arithmetic import standard_promotion
 from .._core.code import FlatFunction
 from .base import AbstractSpectralFunction
+from .function_tree import FunctionTree
 
 
 class _Callable(AbstractSpectralFunction):
@@ -63,6 +65,23 @@ def as_spectral_function(
     return _trace_callable(function, np.result_type(real, np.complex64), jnp.inexact)
 
 
+def as_functions(
+    function: Any, dtype: DTypeLike, *, hermitian: bool = True
+) -> AbstractSpectralFunction | FunctionTree:
+    """`as_spectral_function` of a function, or of all functions of a PyTree."""
+    if isinstance(function, type) or callable(function) or not jax.tree.leaves(function):
+        return as_spectral_function(function, dtype, hermitian=hermitian)
+    leaves, treedef = jax.tree.flatten(function, is_leaf=callable)
+    convert = ft.partial(as_spectral_function, dtype=dtype, hermitian=hermitian)
+    members = tuple(map(convert, leaves))
+    if len({member.of_singular_values for member in members}) > 1:
+        raise ValueError(
+            "`function` must have functions of eigenvalues only, or of singular values "
+            f"only. Found {[type(x).__name__ for x in members]}. Make two calls."
+        )
+    return FunctionTree(members, treedef)
+
+
 # What JAX raises if a function needs the value of a traced number: as the condition of an
 # `if`, or as an argument of a function of `numpy` or `math`.
 _UNTRACEABLE = (
@@ -91,6 +110,7 @@ def _trace_callable(
         raise TypeError(
             "`function` must map a real number to a real number. Found that it maps "
             f"an array of shape () and dtype {dtype} to one of shape {value.shape} and "
-            f"dtype {value.dtype}. Return a scalar of floating-point dtype."
+            f"dtype {value.dtype}. Return a scalar of floating-point dtype; for several "
+            "functions pass a PyTree of them, such as a dictionary."
         )
     return _Callable(FlatFunction.of_closed(closed))

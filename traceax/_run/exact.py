@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity, FrobeniusNorm
+from .._core.norms import FrobeniusNorm
+from .._core.quantity import AbstractQuantity
 from .._core.solution import Estimate
 from .execution import AbstractExecution
 from .fold import fold
@@ -31,7 +32,7 @@ def exact(
     # Without the checkpoint reverse mode would keep all n columns. The loop around it
     # prevents common subexpressions already, and JAX's barrier against them takes time.
     read_column = eqx.filter_checkpoint(read_column, prevent_cse=False)
-    value, () = fold(
+    value, (), _ = fold(
         read_column,
         reduce=lambda *_: (),
         merge=lambda _: (),
@@ -39,7 +40,7 @@ def exact(
         k=size,
         execution=execution,
     )
-    return _exact_estimate(value, size)
+    return _exact_estimate(quantity, value, size)
 
 
 def exact_from_vector(
@@ -49,7 +50,8 @@ def exact_from_vector(
     from these, which took `cost` matvecs."""
     # One pair is enough: the matrix `diag(A) 1*` has the same diagonal as A, and the
     # matrix of one column, the norms, has the same norms of rows.
-    return _exact_estimate(quantity.read(jnp.ones_like(vector), vector), cost)
+    value = quantity.read(jnp.ones_like(vector), vector)
+    return _exact_estimate(quantity, value, cost)
 
 
 def squares_of_rows(
@@ -66,12 +68,15 @@ def squares_of_rows(
     return execution.map(square_of_row, operator, jnp.arange(size))
 
 
-def _exact_estimate(value: Inexact[Array, "*q"], num_matvecs: int) -> Estimate:
-    """An estimate without errors. A scalar is its own only sample."""
+def _exact_estimate(
+    quantity: AbstractQuantity, value: Inexact[Array, "*q"], num_matvecs: int
+) -> Estimate:
+    """An estimate without errors. Scalars are their own only sample."""
+    scalars = value if value.ndim == 0 else quantity.scalars(value)
     return Estimate(
         value=value,
         std_err=jnp.zeros_like(value.real),
-        samples=value[None] if value.ndim == 0 else None,
+        samples=None if scalars is None else scalars[None],
         num_matvecs=num_matvecs,
         rounding=0.0,
     )

@@ -24,16 +24,18 @@ def fold(
     k: int,
     execution: AbstractExecution,
     width: int = 1,
-) -> tuple[Inexact[Array, "*q"], tuple]:
-    """The sum of the first results of `fn(operator, i)` for `i = 0, ..., k - 1`, and one
-    summary of all results, made by `reduce` and `merge` as in `stream`. Memory is that of
-    one block of results."""
+    keep: Callable[[Array], Array | None] = lambda _: None,
+) -> tuple[Inexact[Array, "*q"], tuple, Inexact[Array, "k ..."] | None]:
+    """The sum of the first results of `fn(operator, i)` for `i = 0, ..., k - 1`; one
+    summary of all results, made by `reduce` and `merge` as in `stream`; and what `keep`
+    takes from each first result. Memory is that of one block of results, and of what is
+    kept."""
     size = equal_block_size(k, max(_MIN_BLOCK, execution.block(operator.size, width)))
     full = k - k % size
 
     def fold_block(indices):
         outs, parts = execution.map_reduce(fn, reduce, operator, indices, width)
-        return jnp.sum(outs[0], axis=0), merge(parts)
+        return (jnp.sum(outs[0], axis=0), merge(parts)), jax.vmap(keep)(outs[0])
 
     def add_block(carry, indices):
         total, summary = carry
@@ -43,20 +45,25 @@ def fold(
         # would lose four of seven digits of 200,000 equal ones. So the sums of blocks are
         # kept and added at once, unless they take more memory than a vector.
         few = term.size * (k // size) <= operator.size
-        return ((total, summary), term) if few else ((total + term, summary), None)
+        kept = jax.vmap(keep)(outs[0])
+        if few:
+            return (total, summary), (term, kept)
+        return (total + term, summary), (None, kept)
 
     if full == size:
-        total, summary = fold_block(jnp.arange(size))
+        (total, summary), kept = fold_block(jnp.arange(size))
     else:
         blocks = jnp.arange(full).reshape(-1, size)
-        empty = zeros_like_shapes(jax.eval_shape(fold_block, blocks[0]))
-        (total, summary), terms = jax.lax.scan(add_block, empty, blocks)
+        empty = zeros_like_shapes(jax.eval_shape(fold_block, blocks[0])[0])
+        (total, summary), (terms, kept) = jax.lax.scan(add_block, empty, blocks)
         total = total if terms is None else jnp.sum(terms, axis=0)
+        kept = jax.tree.map(lambda x: x.reshape(full, *x.shape[2:]), kept)
     if full < k:
         remainder = jnp.arange(full, k)
-        (sum_with_last, summary), term = add_block((total, summary), remainder)
+        (sum_with_last, summary), (term, last) = add_block((total, summary), remainder)
         total = sum_with_last if term is None else total + term
-    return total, summary
+        kept = jax.tree.map(lambda *x: jnp.concatenate(x), kept, last)
+    return total, summary, kept
 
 
 def prepend(summary: PyTree[Array], summaries: PyTree[Array]) -> PyTree[Array]:

@@ -298,10 +298,12 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
         bounds["proven_bounds"] = estimate.bounds
     bounds = {name: x for name, x in bounds.items() if x is not None}
     bounds = jax.lax.stop_gradient(bounds)
+    rounding = jnp.zeros_like(std_err)
     if estimate.rounding > 0:
         floor = jax.lax.stop_gradient(_rounding_floor(estimate))
         unresolved = jax.lax.stop_gradient(estimate.unresolved)
-        std_err = jnp.hypot(std_err, jnp.hypot(floor, unresolved))
+        rounding = jnp.hypot(floor, unresolved)
+        std_err = jnp.hypot(std_err, rounding)
         # The ends of the bounds contain `unresolved` already.
         bounds = {
             name: jnp.stack([ends[:, 0], jnp.hypot(ends[:, 1], floor)], axis=1)
@@ -328,6 +330,7 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     }
     if joint is not None:
         stats["joint_samples"] = joint
+        stats["rounding_std_err"] = quantity.arrange(rounding)
     if estimate.correlation is not None:
         stats["correlation"] = jax.lax.stop_gradient(estimate.correlation)
     if samples is None or joint is not None:

@@ -16,7 +16,7 @@ whose `deviation` `||F - c I||_F` the first probe estimates.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -160,22 +160,26 @@ def excess_of_bracket(
     k: int | Budget,
     quantity: AbstractQuantity,
     num_strata: int = 1,
+    *,
+    values: Inexact[Array, " f"] | None = None,
 ) -> Real[Array, ""]:
     """Half the width of a bracket, without the part that is due to rounding, divided by
     the target. That is the tolerance, or the standard error of k forms one of which has
-    this `deviation`."""
+    this `deviation`. If the value is one of several `values`, the tolerance is for all of
+    them together."""
     # More steps do not make a bracket narrower than its rounding errors.
     rounding = operator.rounding * jnp.abs(value)
-    if isinstance(k, Budget):
+    low, high = bracket
+    if isinstance(k, Budget) and values is not None:
+        target = k.rule.tolerance(k.rule.size(quantity.arrange(values)))
+    elif isinstance(k, Budget):
         # The tolerance is about the value in the form that users see, such as a root.
-        low, high = bracket
         low, _ = quantity.present(low, rounding)
         high, _ = quantity.present(high, rounding)
         value, rounding = quantity.present(value, rounding)
         low, high, rounding = k.rule.size(low), k.rule.size(high), k.rule.size(rounding)
         target = k.rule.tolerance(k.rule.size(value))
     else:
-        low, high = bracket
         target = standard_error(deviation, k, num_strata)
     return excess(jnp.abs(high - low) / 2 - rounding, target)
 
@@ -268,22 +272,28 @@ def choose_steps_of_form(
     adaptive: AdaptiveSteps,
     krylov: AbstractKrylovMethod,
     operator: FlatOperator,
-    function: AbstractSpectralFunction,
+    functions: Sequence[AbstractSpectralFunction],
     bound: Scalar | float | None,
     probe: Inexact[Array, " n"],
-    excess: Callable[[Array, Array, Array], Real[Array, ""]],
+    excess: Callable[..., Real[Array, ""]],
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """The number of steps that the quadratic form of this probe needs. `excess` is a
-    function of its value, its bracket and its deviation; `bound` is a lower bound of the
+    """The number of steps that the quadratic forms of this probe need, one form for each
+    function. `excess` is a function of the value of a form, its bracket and its
+    deviation, and of several forms of their `values`; `bound` is a lower bound of the
     eigenvalues."""
-    first = 1 if function.bracketed else _FIRST_WITHOUT_BRACKET
-    function, bound = freeze((function, bound))
+    bracketed = all(function.bracketed for function in functions)
+    first = 1 if bracketed else _FIRST_WITHOUT_BRACKET
+    functions, bound = freeze((functions, bound))
 
     def excess_after(flat, state, steps):
         # The derivative is not read here, so one column of it is enough.
-        form = krylov.read(flat, state, steps, function, bound, 1)
-        return excess_of_form(form, excess)
+        forms = [krylov.read(flat, state, steps, fn, bound, 1) for fn in functions]
+        if len(forms) == 1:
+            return excess_of_form(forms[0], excess)
+        values = jnp.stack([form.value for form in forms])
+        ratios = [excess_of_form(x, ft.partial(excess, values=values)) for x in forms]
+        return jnp.max(jnp.stack(ratios))
 
     return choose_steps(adaptive, krylov, operator, probe, first, excess_after, execution)
 

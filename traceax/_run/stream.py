@@ -29,8 +29,8 @@ from .loop import Assessment, iterate, LoopResult, sum_over_rounds
 class Streamed(eqx.Module):
     """The samples of `stream`, and their summary.
 
-    - `samples`: the samples, or None if they are not kept. Entries beyond `count` are
-        infinite.
+    - `samples`: the samples, or what is kept of them, which may be None. Entries beyond
+        `count` are infinite.
     - `others`: the second results of `fn`, filled likewise.
     - `summary`: the merged summary of all samples, whose first entry is their `Moments`.
     - `mean`: a function whose result has the derivatives of the mean. It may be given
@@ -57,7 +57,9 @@ def stream(
     execution: AbstractExecution,
     width: int = 1,
     *,
-    keep: bool = True,
+    frozen_fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]]
+    | None = None,
+    keep: Callable[[Array], Array | None] | None = None,
     quantity: AbstractQuantity = Trace(),
     moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None = None,
 ) -> Streamed:
@@ -66,11 +68,13 @@ def stream(
 
     `reduce(outs, valid)` summarises the results of one device, with their `Moments`
     first, and `merge` turns several stacked summaries into one. A summary of no samples
-    is all zeros. `keep` decides whether all results are kept; if not, `fold` holds one
-    block of them in memory. An adaptive budget compares the error of the value in the
-    form that `quantity` presents to users with its tolerance. Where samples do not add
-    up, `moments_of(samples, others, valid)` takes the place of the moments in the
-    summary: it makes them from all samples so far.
+    is all zeros. By default all results are kept. With `keep`, what this function takes
+    from each sample is, which may be None, and `fold` holds one block of all else in
+    memory. An adaptive budget compares the error of the value in the form that `quantity`
+    presents to users with its tolerance. Arrays that `fn` closes over must be constant to
+    derivatives, unless `frozen_fn` is the same function in which they are. Where samples
+    do not add up, `moments_of(samples, others, valid)` takes the place of the moments in
+    the summary: it makes them from all samples so far.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
@@ -81,14 +85,17 @@ def stream(
             k,
             execution,
             width,
+            frozen_fn=frozen_fn or fn,
             keep=keep,
             quantity=quantity,
             moments_of=moments_of,
         )
-    if not keep:
-        total, summary = fold(fn, reduce, merge, operator, k, execution, width)
+    if keep is not None:
+        total, summary, samples = fold(
+            fn, reduce, merge, operator, k, execution, width, keep=keep
+        )
         return Streamed(
-            samples=None,
+            samples=samples,
             others=(),
             summary=summary,
             mean=lambda: total / k,
@@ -123,7 +130,8 @@ def _stream_rounds(
     execution: AbstractExecution,
     width: int,
     *,
-    keep: bool,
+    frozen_fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
+    keep: Callable[[Array], Array | None] | None,
     quantity: AbstractQuantity,
     moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None,
 ) -> Streamed:
@@ -137,7 +145,8 @@ def _stream_rounds(
     @jax.jit
     def sample_round(rounds):
         indices = rounds * size + jnp.arange(size)
-        return execution.map_reduce(fn, reduce, frozen, indices, width)
+        outs, parts = execution.map_reduce(frozen_fn, reduce, frozen, indices, width)
+        return outs if keep is None else (jax.vmap(keep)(outs[0]), ()), parts
 
     def step(buffers, rounds):
         outs, parts = sample_round(rounds)
@@ -147,7 +156,7 @@ def _stream_rounds(
                 buffer, new, rounds * size, axis=0
             ),
             results,
-            outs if keep else (None, ()),
+            outs,
         )
         return results, merge(prepend(summary, parts))
 
@@ -155,7 +164,7 @@ def _stream_rounds(
     outs, parts = jax.eval_shape(sample_round, jnp.zeros((), jnp.int32))
     empty_results = jax.tree.map(
         lambda x: jnp.full((num_rounds * size, *x.shape[1:]), _unmade(x.dtype), x.dtype),
-        outs if keep else (None, ()),
+        outs,
     )
     empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
 
@@ -180,6 +189,10 @@ def _stream_rounds(
             sample = fn(operator, index)[0]
             return sample if weight is None else weight * sample
 
+        if moments_of is None:
+            like = summary[0].mean
+        else:
+            like = jnp.zeros(outs[0].shape[1:], outs[0].dtype)
         by_round = lambda x: x.reshape(num_rounds, size, *x.shape[1:])  # noqa: E731
         # `while_loop` has no reverse mode; this sum has. It is not run where no
         # derivative is taken.
@@ -188,7 +201,7 @@ def _stream_rounds(
             operator,
             jax.tree.map(by_round, (indices, weights)),
             rounds=loop.rounds,
-            like=jnp.zeros(outs[0].shape[1:], outs[0].dtype),
+            like=like,
             execution=execution,
             width=width,
         )
