@@ -65,7 +65,7 @@ class Estimate(eqx.Module):
     magnitude: Real[Array, "*q"] | Real[Array, ""] | float = 0.0
     unresolved: Real[Array, "*q"] | float = 0.0
     result: Any = None
-    extra: dict[str, Array] = eqx.field(default_factory=dict)
+    extra: dict[str, PyTree[Array]] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
     num_samples: Real[Array, ""] | int = 1
     skewness: Real[Array, "*q"] | None = None
