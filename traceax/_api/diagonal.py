@@ -27,6 +27,7 @@ def diagonal(
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     deflation: PyTree[Array] | None = None,
+    control: Any = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Any]:
@@ -63,6 +64,9 @@ def diagonal(
         of all entries.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`, `deflation`: as for [`traceax.trace`][].
+    - `control`: as for [`traceax.trace`][], with the known diagonal of B, a PyTree of the
+        structure of a vector. All entries share one coefficient c, which takes two of the
+        `k` probes.
     - `execution`: where matvecs are made, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
@@ -94,6 +98,7 @@ def diagonal(
         key=key,
         state=state,
         deflation=deflation,
+        control=control,
         execution=execution,
         throw=throw,
     )
@@ -108,6 +113,7 @@ def leaf_traces(
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     deflation: PyTree[Array] | None = None,
+    control: Any = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Any]:
@@ -133,6 +139,8 @@ def leaf_traces(
 
     - `operator`, `estimator`, `key`, `state`, `deflation`, `execution`, `throw`: as
         for [`traceax.trace`][].
+    - `control`: as for [`traceax.trace`][], with the known traces of the leaves of B.
+        Each leaf has a coefficient of its own.
     - `k`: as for [`traceax.trace`][]; with [`traceax.Adaptive`][] the errors of all
         traces together are compared with the tolerance, in the norm
         `traceax.Adaptive(norm=...)`.
@@ -160,6 +168,7 @@ def leaf_traces(
         key=key,
         state=state,
         deflation=deflation,
+        control=control,
         execution=execution,
         throw=throw,
     )

@@ -23,6 +23,7 @@ from .._functions.preconditioned import check_preconditioner, Preconditioned
 from .._functions.slq import SLQEstimator
 from .._functions.subspaces import with_subspaces
 from .._functions.task import AbstractFunctionTask
+from .._operators.control import Controlled
 from .._operators.convert import OperatorLike
 from .._operators.door import enter, EnteredOperator, Facts
 from .._preconditioners.auto import AutoPreconditioner
@@ -33,6 +34,7 @@ from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
+from .control import controlled_function, signs_of
 
 
 class LogDet(AbstractFunctionTask):
@@ -79,10 +81,10 @@ class LogDet(AbstractFunctionTask):
         )
 
 
-def logdet_function(operator: EnteredOperator) -> Log | SingularLog:
+def logdet_function(sign: int) -> Log | SingularLog:
     """The function whose trace is the log-determinant: the logarithm of the eigenvalues
     if a tag gives their sign, and else of the singular values."""
-    return SingularLog() if operator.flat.sign == 0 else Log()
+    return SingularLog() if sign == 0 else Log()
 
 
 def _automatic(
@@ -136,6 +138,7 @@ def logdet(
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
     deflation: PyTree[Array] | None = None,
+    control: Any = None,
     preconditioner: AbstractPreconditioning | Literal["auto"] | None = "auto",
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
@@ -206,6 +209,10 @@ def logdet(
         rest varies less, and needs fewer steps. The error of vectors that are not quite
         eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
         if it is more than the other errors. There are no second derivatives.
+    - `control`: a control variate, as for [`traceax.trace`][]: a pair `(B, known)` of an
+        operator with the structure and tags of A, and the known number $\\log|\\det B|$;
+        or `control=B`, where the structure of B gives that. Each probe takes a Krylov run
+        with B too. The estimator is an `SLQEstimator`, without a preconditioner.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives.
     - `execution`: where matvecs are made, and how many at a time.
@@ -252,22 +259,35 @@ def logdet(
         steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too large
         for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
-    entered = enter(operator, second=estimator)
+    operators = None
+    if control is None:
+        entered = enter(operator, second=estimator)
+        sign = entered.flat.sign
+    else:
+        operators = Controlled.of(operator, control)
+        entered, (sign, _) = operators.entered, signs_of(operators)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if isinstance(preconditioner, str) and preconditioner == "auto":
-        preconditioner = _automatic(entered, estimator, k, num_steps)
-    if preconditioner is not None:
+        preconditioner = None
+        if operators is None:
+            preconditioner = _automatic(entered, estimator, k, num_steps)
+    if preconditioner is not None and operators is None:
         check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
     task = LogDet(
         estimator=estimator,
-        function=logdet_function(entered),
+        function=logdet_function(sign),
         gradient=gradient,
         num_steps=num_steps,
     )
-    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
+    others = {"null_space": null_space, "deflation": deflation}
+    if operators is None:
+        task = with_subspaces(task, entered, **others)
+    else:
+        others["preconditioner"] = preconditioner
+        task, entered = controlled_function(task, operators, **others)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

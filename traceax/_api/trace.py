@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from .._core.checks import check_instance
 from .._core.quantity import Trace
 from .._core.solution import Solution
 from .._estimators.auto import AutoTraceEstimator
-from .._estimators.base import AbstractEstimator, Measurement
-from .._estimators.deflated import deflated
+from .._estimators.base import AbstractEstimator
 from .._operators.checks import operator_first
 from .._operators.convert import OperatorLike
-from .._operators.door import enter
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
-from .._run.solve import solve
+from .measure import measure
 
 
 @operator_first
@@ -27,10 +26,11 @@ def trace(
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     deflation: PyTree[Array] | None = None,
+    control: Any = None,
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Array]:
-    """Estimate the trace of a square linear operator from `k` matvecs.
+    r"""Estimate the trace of a square linear operator from `k` matvecs.
 
     !!! Example
 
@@ -74,6 +74,15 @@ def trace(
         of size r in each leaf. (An array of shape `(r, n)` is read in that way too,
         unless r is n.) They take r of the `k` matvecs and need not be orthonormal;
         dependent ones are dropped, and derivatives take them as constant.
+    - `control`: a control variate, for an estimator with independent samples (by default
+        [`traceax.HutchinsonEstimator`][]): a pair `(B, known)` of an operator like A, of
+        the same structure, and its known trace. The structure of some operators gives it
+        (see [`traceax.as_operator`][]); then `control=B` will do. Each probe is applied
+        to both, and the samples are $a_i - c_i (b_i - \mathrm{known})$, with the
+        regression coefficient $c_i$ of the other samples: unbiased, for any B. If samples
+        of the two have the correlation $\rho$, the variance is $1 - \rho^2$ times as
+        large, up to a factor of about $1 + 2 / k$. Below 4 probes $c_i$ is 0. `k` counts
+        matvecs with A, and there are as many with B.
     - `execution`: where matvecs are made, and how many at a time. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
@@ -87,6 +96,9 @@ def trace(
     are applied in their own dtype; everything else is float32, and so are `value` and
     `std_err`.
 
+    With a `control`, `stats` has `"control_coefficient"`, the mean of $c_i$;
+    `"correlation_with_control"`, $|\rho|$; and `"num_control_matvecs"`, those with B.
+
     `jit`, `vmap`, `grad`, `jvp` and second derivatives work with respect to the
     operator's arrays. A derivative is an unbiased estimate of the derivative of the
     trace, from the same probes; no factorisation is differentiated.
@@ -99,15 +111,22 @@ def trace(
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
         the sampler's dtype does not fit; `deflation` has other shapes than the operator's
-        vectors, or the operator no tag that says it is Hermitian.
+        vectors, or the operator no tag that says it is Hermitian; `control` has another
+        structure or no known answer, or the estimator makes a sketch.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
-        met, or the tolerance is smaller than rounding errors.
+        met, or the tolerance is smaller than rounding errors; the samples of `control`
+        exclude its known trace.
     """
-    entered = enter(operator, second=estimator)
-    check_instance("estimator", estimator, AbstractEstimator, "XTraceEstimator()")
-    task = Measurement(estimator=estimator, quantity=Trace())
-    task = deflated(task, entered, deflation, k)
-    return solve(
-        task, entered, k=k, key=key, state=state, execution=execution, throw=throw
+    return measure(
+        Trace(),
+        operator,
+        estimator,
+        k=k,
+        key=key,
+        state=state,
+        deflation=deflation,
+        control=control,
+        execution=execution,
+        throw=throw,
     )

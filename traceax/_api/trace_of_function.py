@@ -15,6 +15,7 @@ from .._functions.several import quantity_of
 from .._functions.slq import SLQEstimator
 from .._functions.subspaces import with_subspaces
 from .._functions.task import TraceOfFunction
+from .._operators.control import Controlled
 from .._operators.convert import OperatorLike
 from .._operators.door import enter
 from .._quadrature.callables import as_functions
@@ -24,6 +25,7 @@ from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_steps
+from .control import controlled_function
 
 
 def trace_of_function(
@@ -37,6 +39,7 @@ def trace_of_function(
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
     deflation: PyTree[Array] | None = None,
+    control: Any = None,
     gradient: AbstractFunctionGradient = LanczosGradient(),
     execution: AbstractExecution = Local(),
     throw: bool = True,
@@ -102,6 +105,10 @@ def trace_of_function(
         rest varies less, and needs fewer steps. The error of vectors that are not quite
         eigenvectors is estimated and counted in `std_err` and in intervals, and flagged
         if it is more than the other errors. There are no second derivatives.
+    - `control`: a control variate, as for [`traceax.trace`][]: a pair `(B, known)` of an
+        operator with the structure and tags of A, and the known number
+        $\\mathrm{tr} f(B)$; or `control=B`, where the structure of B gives that. Each
+        probe takes a Krylov run with B too. The estimator is an `SLQEstimator`.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives, for `Log`,
         `Inverse` without a shift, and negative whole powers.
@@ -141,12 +148,17 @@ def trace_of_function(
         the steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too
         large for the exact answer; a matvec was not finite; a tolerance was not reached.
     """
-    entered = enter(operator, second=function)
+    operators = None
+    if control is None:
+        entered = enter(operator, second=function)
+    else:
+        operators = Controlled.of(operator, control)
+        entered = operators.entered
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
     num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
-    flat = entered.flat
-    functions = as_functions(function, flat.dtype, hermitian=flat.hermitian)
+    hermitian = entered.flat.hermitian if operators is None else operators.hermitian
+    functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)
     if isinstance(functions, FunctionTree):
         check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     task = TraceOfFunction(
@@ -156,7 +168,11 @@ def trace_of_function(
         num_steps=num_steps,
         quantity=quantity_of(functions),
     )
-    task = with_subspaces(task, entered, null_space=null_space, deflation=deflation)
+    subspaces = {"null_space": null_space, "deflation": deflation}
+    if operators is None:
+        task = with_subspaces(task, entered, **subspaces)
+    else:
+        task, entered = controlled_function(task, operators, **subspaces)
     return solve(
         task, entered, k=k, key=key, state=state, execution=execution, throw=throw
     )

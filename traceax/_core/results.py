@@ -248,6 +248,21 @@ Likely remedies:
 (b) use a function that is smooth there: the interval of the number itself is right.
 """.strip()
 
+_inconsistent_control_msg = """
+The known answer of the control is not what its own samples say: they exclude it with a
+confidence of 99.9999%, or it is not finite. An estimate made from it would be wrong by as
+much, times `solution.stats["control_coefficient"]`.
+
+Likely causes:
+
+(a) the known answer belongs to another operator, or is another quantity, such as a trace
+    where a log-determinant was asked for; or
+
+(b) it is an estimate, or less precise than the products with the control; or
+
+(c) the products with the control are less precise than their dtype suggests.
+""".strip()
+
 _interrupted_msg = """
 The `callback` of an adaptive budget raised an exception, which is printed above, and the
 run ended after that round.
@@ -281,6 +296,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         With `throw=True`, and outside of compiled functions, this is a `ValueError`.
     - `inexact_deflation`: for functions of operators, vectors that were passed as
         `deflation` are too far from eigenvectors.
+    - `inconsistent_control`: the known answer of a `control` is excluded by the samples
+        of the control.
     - `interval_with_zero`: a function of estimates divides by a number whose interval
         contains zero, or takes its logarithm or a root.
     - `max_steps_reached`, of lineax: a linear solve did not converge.
@@ -322,6 +339,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_null_space = _not_null_space_msg
     inexact_deflation = _inexact_deflation_msg
     interval_with_zero = _interval_with_zero_msg
+    inconsistent_control = _inconsistent_control_msg
 
 
 def describe_failures(result: np.ndarray) -> list[str]:

@@ -131,8 +131,8 @@ class AbstractStreamingEstimator(AbstractEstimator):
             full = None
             if num_strata > 1 and is_trace(quantity):
                 full = draw_for(operator, sampler, key, indices, full=True)[:, 0]
-            return estimator._read(
-                quantity, operator, probe, with_marks=with_marks, full=full
+            return read_sample(
+                estimator, quantity, operator, probe, with_marks=with_marks, full=full
             )
 
         def body(operator, index, quantity=quantity):
@@ -143,8 +143,13 @@ class AbstractStreamingEstimator(AbstractEstimator):
             samples, ((sizes, marks, _), indices) = outs
             every = jax.vmap(quantity.split)(samples), sizes, marks
             moments = [
-                self._moments(
-                    part, *of_part, indices=indices, valid=valid, operator=operator
+                moments_of_part(
+                    self,
+                    part,
+                    *of_part,
+                    indices=indices,
+                    valid=valid,
+                    operator=operator,
                 )
                 for part, *of_part in zip(quantity.parts, *every, strict=True)
             ]
@@ -195,76 +200,76 @@ class AbstractStreamingEstimator(AbstractEstimator):
             skewness=None if scalar else moments.skewness,
         )
 
-    def _read(
-        self,
-        quantity: AbstractQuantity,
-        operator: FlatOperator,
-        probe: Inexact[Array, " n"],
-        *,
-        with_marks: bool,
-        full: Inexact[Array, " n"] | None,
-    ) -> tuple[Inexact[Array, "*q"], tuple[list[Any], list[Any], Array | None]]:
-        """One sample; for each part the size of its terms, if they may cancel, and
-        `with_marks` its marks; and for a probe that is a part of a `full` vector the
-        change of the sample if that takes the place of `left`."""
-        images = []
 
-        def counting_mv(vector):
-            images.append(operator.mv(vector))
-            return images[-1]
+def read_sample(
+    estimator: AbstractStreamingEstimator,
+    quantity: AbstractQuantity,
+    operator: FlatOperator,
+    probe: Inexact[Array, " n"],
+    *,
+    with_marks: bool,
+    full: Inexact[Array, " n"] | None = None,
+) -> tuple[Inexact[Array, "*q"], tuple[list[Any], list[Any], Array | None]]:
+    """One sample; for each part the size of its terms, if they may cancel, and
+    `with_marks` its marks; and for a probe that is a part of a `full` vector the
+    change of the sample if that takes the place of `left`."""
+    images = []
 
-        sample: Any = self.sample(counting_mv, probe)
-        shapes = jax.tree.map(jnp.shape, sample)
-        is_pair = shapes == (probe.shape, *map(jnp.shape, images))
-        if len(images) != 1 or not (is_pair or shapes == ()):
-            raise ValueError(
-                f"`{self.name}.sample` must return a pair of vectors of length n, or a "
-                f"scalar, made from one matvec. Found the shape {shapes}, n = "
-                f"{operator.size}, and {len(images)} matvecs. Sum over the entries; "
-                "for several matvecs write a `traceax.AbstractSketchEstimator`."
-            )
-        if is_pair:
-            left, image = sample
-            # Error bars have no derivative.
-            frozen = jax.lax.stop_gradient(sample)
-            sizes = [part.size(*frozen) for part in quantity.parts]
-            marks = [
-                part.marks(*frozen) if with_marks else None for part in quantity.parts
-            ]
-            value = quantity.read(left, image)
-            change = None
-            if full is not None:
-                change = quantity.read(full - probe, frozen[1])
-            return value, (sizes, marks, change)
-        if not is_trace(quantity):
-            raise refusal(self, quantity)
-        return sample, ([None], [None], None)
+    def counting_mv(vector):
+        images.append(operator.mv(vector))
+        return images[-1]
 
-    def _moments(
-        self,
-        part: AbstractQuantity,
-        samples: Inexact[Array, "m ..."],
-        size: Real[Array, "m ..."] | None,
-        marks: Inexact[Array, "m ..."] | None,
-        *,
-        indices: Int[Array, " m"] | None,
-        valid: Bool[Array, " m"],
-        operator: FlatOperator,
-    ) -> SignMoments:
-        """The moments of the samples of one part of a quantity."""
-        strata = None
-        if indices is not None:
-            strata = self.sampler.strata(indices, entrywise=part.entrywise)
-        return SignMoments.of(
-            samples=samples,
-            size=size,
-            marks=marks,
-            valid=valid,
-            strata=strata,
-            skewed=is_skewed(part, self.sampler),
-            rounding=operator.rounding,
-            near=_NEARLY_EQUAL if part.comparable(operator.hermitian) else 0.0,
+    sample: Any = estimator.sample(counting_mv, probe)
+    shapes = jax.tree.map(jnp.shape, sample)
+    is_pair = shapes == (probe.shape, *map(jnp.shape, images))
+    if len(images) != 1 or not (is_pair or shapes == ()):
+        raise ValueError(
+            f"`{estimator.name}.sample` must return a pair of vectors of length n, or a "
+            f"scalar, made from one matvec. Found the shape {shapes}, n = "
+            f"{operator.size}, and {len(images)} matvecs. Sum over the entries; "
+            "for several matvecs write a `traceax.AbstractSketchEstimator`."
         )
+    if is_pair:
+        left, image = sample
+        # Error bars have no derivative.
+        frozen = jax.lax.stop_gradient(sample)
+        sizes = [part.size(*frozen) for part in quantity.parts]
+        marks = [part.marks(*frozen) if with_marks else None for part in quantity.parts]
+        value = quantity.read(left, image)
+        change = None
+        if full is not None:
+            change = quantity.read(full - probe, frozen[1])
+        return value, (sizes, marks, change)
+    if not is_trace(quantity):
+        raise refusal(estimator, quantity)
+    return sample, ([None], [None], None)
+
+
+def moments_of_part(
+    estimator: AbstractStreamingEstimator,
+    part: AbstractQuantity,
+    samples: Inexact[Array, "m ..."],
+    size: Real[Array, "m ..."] | None,
+    marks: Inexact[Array, "m ..."] | None,
+    *,
+    indices: Int[Array, " m"] | None = None,
+    valid: Bool[Array, " m"],
+    operator: FlatOperator,
+) -> SignMoments:
+    """The moments of the samples of one part of a quantity."""
+    strata = None
+    if indices is not None:
+        strata = estimator.sampler.strata(indices, entrywise=part.entrywise)
+    return SignMoments.of(
+        samples=samples,
+        size=size,
+        marks=marks,
+        valid=valid,
+        strata=strata,
+        skewed=is_skewed(part, estimator.sampler),
+        rounding=operator.rounding,
+        near=_NEARLY_EQUAL if part.comparable(operator.hermitian) else 0.0,
+    )
 
 
 def _gain(

@@ -53,11 +53,13 @@ class FormMoments(eqx.Module):
     - `forms`: moments of the forms.
     - `errors`: moments of the ends of the brackets, and of the spreads if there are any.
     - `means`: means of the other errors, see `_MEANS`.
+    - `factor`: a further factor of the standard errors; None for 1.
     """
 
     forms: Moments | StratifiedMoments
     errors: Moments | StratifiedMoments
     means: Real[Array, "*parts 8"]
+    factor: Real[Array, "*parts"] | None = None
 
     @classmethod
     def of(
@@ -98,7 +100,8 @@ class FormMoments(eqx.Module):
 
     def std_err(self) -> Real[Array, ""]:
         """The standard error of the mean of the forms."""
-        return jnp.maximum(self.forms.std_err(), self._std_err_of_spreads)
+        std_err = jnp.maximum(self.forms.std_err(), self._std_err_of_spreads)
+        return std_err if self.factor is None else self.factor * std_err
 
     @property
     def _std_err_of_spreads(self) -> Real[Array, ""] | float:
@@ -142,7 +145,8 @@ class FormMoments(eqx.Module):
 
     @property
     def _std_errs_of_brackets(self) -> Real[Array, "2"]:
-        return jnp.maximum(self.errors.std_err()[:2], self._std_err_of_spreads)
+        std_errs = jnp.maximum(self.errors.std_err()[:2], self._std_err_of_spreads)
+        return std_errs if self.factor is None else self.factor * std_errs
 
     def _bounds(
         self, ends: Real[Array, "2"], std_errs: Real[Array, "2"]
@@ -181,6 +185,16 @@ class MomentsOfSeveral(eqx.Module):
         return jnp.stack([part.std_err() for part in self.parts])
 
 
+def errors_of(form: QuadraticForm) -> Real[Array, " e"]:
+    """The errors of a form as one array, in the order of `_MEANS`."""
+    convergence, rounding = Convergence.of(form), jnp.abs(form.rounding)
+    errors = [*convergence.flat, rounding, form.magnitude]
+    errors.append(jnp.asarray(form.unresolved, errors[0].dtype))
+    if form.spread is not None:
+        errors.append(form.spread)
+    return jnp.stack(errors)
+
+
 def stream_forms(
     forms: Callable[
         [FlatOperator, Int[Array, ""]],
@@ -205,12 +219,7 @@ def stream_forms(
     def numbers_of(flat, function, form, probe):
         frame = gradient.frame(function, form.left.T, form.right.T, probe[:, None])
         value = attach(flat, form.value, frame, execution=Local())
-        convergence, rounding = Convergence.of(form), jnp.abs(form.rounding)
-        errors = [*convergence.flat, rounding, form.magnitude]
-        errors.append(jnp.asarray(form.unresolved, errors[0].dtype))
-        if form.spread is not None:
-            errors.append(form.spread)
-        return value, jnp.stack(errors), form.residual
+        return value, errors_of(form), form.residual
 
     def body(flat, index):
         # The run is constant to derivatives, which come from the frames alone.

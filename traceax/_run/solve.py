@@ -393,8 +393,8 @@ def _match_structure(exact: Solution, solution: Solution) -> Solution[Any]:
     error_bars = {name: x for name, x in stats.items() if name.endswith("_std_err")}
     stats |= jax.tree.map(jnp.zeros_like, error_bars)
     # These count the work of the estimate.
-    counts = ("num_samples", "num_steps")
-    stats |= {name: solution.stats[name] for name in counts}
+    counts = {"num_samples", "num_steps", "num_control_matvecs"} & stats.keys()
+    stats |= {name: solution.stats[name] for name in sorted(counts)}
     return dataclasses.replace(
         exact, stats=stats, state=solution.state, method=solution.method
     )

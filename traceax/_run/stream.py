@@ -11,6 +11,7 @@ which stay on their devices. See "Architecture" in the developer documentation.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -32,7 +33,9 @@ class Streamed(eqx.Module):
         `count` are infinite.
     - `others`: the second results of `fn`, filled likewise.
     - `summary`: the merged summary of all samples, whose first entry is their `Moments`.
-    - `mean`: a function whose result has the derivatives of the mean.
+    - `mean`: a function whose result has the derivatives of the mean. It may be given
+        `weights` of the shape of `samples`, constant to derivatives, for that of the
+        mean of `weights * samples`.
     - `count`: the number of samples.
     - `loop`: how the loop over rounds ended.
     """
@@ -40,7 +43,7 @@ class Streamed(eqx.Module):
     samples: Inexact[Array, "m ..."] | None
     others: PyTree[Shaped[Array, "m ..."]]
     summary: tuple
-    mean: Callable[[], Inexact[Array, "*q"]]
+    mean: Callable[..., Inexact[Array, "*q"]]
     count: Int[Array, ""] | int
     loop: LoopResult
 
@@ -58,6 +61,7 @@ def stream(
     | None = None,
     keep: Callable[[Array], Array | None] | None = None,
     quantity: AbstractQuantity = Trace(),
+    moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None = None,
 ) -> Streamed:
     """Draw independent samples for the whole budget. `fn(operator, i)` returns sample i
     and further results that belong to it.
@@ -68,7 +72,9 @@ def stream(
     from each sample is, which may be None, and `fold` holds one block of all else in
     memory. An adaptive budget compares the error of the value in the form that `quantity`
     presents to users with its tolerance. Arrays that `fn` closes over must be constant to
-    derivatives, unless `frozen_fn` is the same function in which they are.
+    derivatives, unless `frozen_fn` is the same function in which they are. Where samples
+    do not add up, `moments_of(samples, others, valid)` takes the place of the moments in
+    the summary: it makes them from all samples so far.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
@@ -82,6 +88,7 @@ def stream(
             frozen_fn=frozen_fn or fn,
             keep=keep,
             quantity=quantity,
+            moments_of=moments_of,
         )
     if keep is not None:
         total, summary, samples = fold(
@@ -99,11 +106,16 @@ def stream(
     # again, so a fixed budget is one call of the execution.
     outs, parts = execution.map_reduce(fn, reduce, operator, jnp.arange(k), width)
     samples, others = outs
+
+    def mean(weights=None):
+        weighted = samples if weights is None else weights * samples
+        return jnp.mean(weighted, axis=0)
+
     return Streamed(
         samples=samples,
         others=others,
         summary=merge(parts),
-        mean=lambda: jnp.mean(samples, axis=0),
+        mean=mean,
         count=k,
         loop=LoopResult(),
     )
@@ -121,6 +133,7 @@ def _stream_rounds(
     frozen_fn: Callable[[FlatOperator, Int[Array, ""]], tuple[Array, PyTree]],
     keep: Callable[[Array], Array | None] | None,
     quantity: AbstractQuantity,
+    moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None,
 ) -> Streamed:
     """`stream` for an adaptive budget."""
     size, num_rounds = k.round_size, k.num_rounds
@@ -155,8 +168,14 @@ def _stream_rounds(
     )
     empty_summary = zeros_like_shapes(jax.eval_shape(merge, parts))
 
-    def assess(buffers, _):
-        moments = buffers[1][0]
+    indices = jnp.arange(num_rounds * size)
+
+    def assess(buffers, rounds):
+        if moments_of is None:
+            moments = buffers[1][0]
+        else:
+            samples, others = buffers[0]
+            moments = moments_of(samples, others, indices < rounds * size)
         value, std_err = quantity.present(moments.mean, moments.std_err())
         return Assessment.of(k.rule, value, std_err, moments.count)
 
@@ -164,15 +183,25 @@ def _stream_rounds(
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 
-    def mean():
+    def mean(weights=None):
+        def term(operator, x):
+            index, weight = x
+            sample = fn(operator, index)[0]
+            return sample if weight is None else weight * sample
+
+        if moments_of is None:
+            like = summary[0].mean
+        else:
+            like = jnp.zeros(outs[0].shape[1:], outs[0].dtype)
+        by_round = lambda x: x.reshape(num_rounds, size, *x.shape[1:])  # noqa: E731
         # `while_loop` has no reverse mode; this sum has. It is not run where no
         # derivative is taken.
         total = sum_over_rounds(
-            lambda operator, index: fn(operator, index)[0],
+            term,
             operator,
-            jnp.arange(num_rounds * size).reshape(num_rounds, size),
+            jax.tree.map(by_round, (indices, weights)),
             rounds=loop.rounds,
-            like=summary[0].mean,
+            like=like,
             execution=execution,
             width=width,
         )
