@@ -97,7 +97,8 @@ class IterativeSolve(AbstractSolve):
             # `lineax.CG` is for real vectors.
             complex_mv, right = mv, _split(right)
             mv = lambda x: _split(complex_mv(_join(x)))  # noqa: E731
-        structure = jax.ShapeDtypeStruct(right.shape, right.dtype)
+        # Inside of `shard_map` the mesh is a part of the type.
+        structure = jax.eval_shape(lambda x: x, right)
         definite = flat.sign != 0
         tags = lx.positive_semidefinite_tag if definite else ()
         options = {}
