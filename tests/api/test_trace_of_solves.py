@@ -21,8 +21,8 @@ C = np.random.default_rng(2).standard_normal((N, N)) / 5
 GENERAL = np.eye(N) + C / 2
 
 
-def words_of(b, c=C, tags=lx.symmetric_tag):
-    b, c = matrix_free(b, tags), matrix_free(c, ())
+def words_of(b, tags=lx.symmetric_tag):
+    b, c = matrix_free(b, tags), matrix_free(jnp.asarray(C, b.dtype))
     return {"inverse": (), "one": (b,), "two": (b, c)}
 
 
@@ -105,8 +105,9 @@ def test_float32_and_counts():
 
 def test_scaling_operators_scales_the_answer():
     a = hermitian(0, np.geomspace(1e-2, 1, N))
-    usual, scaled = solve(a, KEY), solve(1e-30 * a, KEY, b=1e10 * B)
-    np.testing.assert_allclose(scaled.value["one"], 1e40 * usual.value["one"], rtol=1e-9)
+    usual, scaled = solve(a, KEY), solve(a / 2**100, KEY, b=2**40 * B)
+    exact = 2.0**140 * usual.value["one"]
+    np.testing.assert_allclose(scaled.value["one"], exact, rtol=1e-9)
     steps = [x.stats["solver_steps"] for x in (usual, scaled)]
     assert steps[0] == steps[1]
 
@@ -115,7 +116,7 @@ def test_scaling_operators_scales_the_answer():
 def general(a, b, k):
     # Of a general operator, which may be complex.
     solver = lx.BiCGStab(rtol=1e-4, atol=1e-4)
-    words = words_of(b, C, ())
+    words = words_of(b, ())
     operator = matrix_free(a, ())
     return tx.trace_of_solves(operator, words, solver, k=k, key=KEY, throw=False)
 
@@ -159,7 +160,7 @@ def test_devices_and_adaptive_budgets():
     one, two = solve(a, KEY), solve(a, KEY, execution=tx.Sharded(mesh))
     np.testing.assert_allclose(one.value["two"], two.value["two"], rtol=1e-9)
     assert one.stats["solver_steps"] == two.stats["solver_steps"]
-    k = tx.Adaptive(rtol=0.1, max_k=20, round_size=4)
+    k = tx.Adaptive(rtol=0.3, max_k=20, round_size=4)
     found = solve(a, KEY, k=k)
     assert found.successful
     assert found.stats["num_solves"] == 4 * found.stats["num_samples"]
