@@ -1,4 +1,4 @@
-"""Traces of words in an inverse: coverage, the error of solves, derivatives, bad input."""
+"""Traces of words in an inverse: coverage, errors of solves, derivatives, bad input."""
 
 import equinox as eqx
 import jax
@@ -33,10 +33,17 @@ def exact_of(a, b=B, c=C):
 
 
 @eqx.filter_jit
-def solve(a, key, *, b=B, k=8, rtol=1e-3, max_steps=5000, execution=tx.Local(), **more):
+def compiled(a, b, key, rtol, max_steps, *, k, execution):
     solver = lx.CG(rtol=rtol, atol=rtol, max_steps=max_steps)
-    settings = {"k": k, "key": key, "execution": execution, "throw": False} | more
+    settings = {"k": k, "key": key, "execution": execution, "throw": False}
     return tx.trace_of_solves(matrix_free(a, PSD), words_of(b), solver, **settings)
+
+
+def solve(a, key, *, b=B, k=8, rtol=1e-3, max_steps=5000, execution=tx.Local()):
+    # All tolerances share one program.
+    rtol = jnp.asarray(rtol, jnp.finfo(a.dtype).dtype)
+    settings = {"k": k, "execution": execution}
+    return compiled(a, jnp.asarray(b), key, rtol, jnp.asarray(max_steps), **settings)
 
 
 @jax.jit
@@ -88,7 +95,7 @@ def test_a_singular_operator_is_flagged_or_covered():
 
 def test_float32_and_counts():
     a = hermitian(0, np.geomspace(1e-4, 1, N), np.float32)
-    found = solve(a, KEY, b=B.astype(np.float32), rtol=jnp.float32(1e-3))
+    found = solve(a, KEY, b=B.astype(np.float32), rtol=1e-2)
     assert found.successful
     assert found.value["one"].dtype == jnp.float32
     exact = exact_of(a)
@@ -98,7 +105,7 @@ def test_float32_and_counts():
     # x and C z, each twice for each of 8 probes.
     assert found.stats["num_solves"] == 32
     assert found.stats["joint_samples"].shape == (8, 3)
-    assert found.stats["solve_residual"] < 1e-3
+    assert found.stats["solve_residual"] < 1e-2
     ratio = found.transform(lambda t: t["one"] / t["inverse"])
     assert ratio.std_err < found.std_err["one"] / found.value["inverse"]
 
@@ -160,7 +167,7 @@ def test_devices_and_adaptive_budgets():
     one, two = solve(a, KEY), solve(a, KEY, execution=tx.Sharded(mesh))
     np.testing.assert_allclose(one.value["two"], two.value["two"], rtol=1e-9)
     assert one.stats["solver_steps"] == two.stats["solver_steps"]
-    k = tx.Adaptive(rtol=0.3, max_k=20, round_size=4)
+    k = tx.Adaptive(rtol=0.5, max_k=20, round_size=4)
     found = solve(a, KEY, k=k)
     assert found.successful
     assert found.stats["num_solves"] == 4 * found.stats["num_samples"]

@@ -50,7 +50,8 @@ def trace_of_solves(
 
         x = jnp.linspace(0.0, 1.0, 300)
         kernel = jnp.exp(-50 * (x[:, None] - x) ** 2)
-        ridge = lx.MatrixLinearOperator(kernel + jnp.eye(300), lx.positive_semidefinite_tag)
+        tag = lx.positive_semidefinite_tag
+        ridge = lx.MatrixLinearOperator(kernel + jnp.eye(300), tag)
         words = {"fit": (kernel,), "squares": (kernel, kernel)}
         solution = tx.trace_of_solves(ridge, words, k=50, key=jax.random.key(0))
         print(solution)

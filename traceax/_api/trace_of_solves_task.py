@@ -5,6 +5,7 @@ its interval is longer at both ends by the mean of the e_i, which no further pro
 smaller.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +16,16 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, PyTree, Real
 
-from .._core.chirp import generic_vector, rotate
+from .._core.chirp import generic_vector
 from .._core.flat import FlatOperator, freeze
 from .._core.moments import FEW_SIGNS, Moments
-from .._core.quantity import AbstractQuantity, norm_bound
+from .._core.quantity import AbstractQuantity
 from .._core.results import first_failure, RESULTS
 from .._core.sampler import AbstractSampler, draw_for
 from .._core.sign_moments import SignMoments
 from .._core.solution import Estimate
-from .._functions.solves import (
-    DenseSolve,
-    dot,
-    IterativeSolve,
-    Operators,
-    Report,
-    sample_words,
-    suffixes,
-    Word,
-)
+from .._functions.inexact_solve import AbstractSolve, DenseSolve, IterativeSolve
+from .._functions.solves import Operators, Sample, sample_words, suffixes, Word
 from .._numerics.dense import inverse
 from .._operators.door import EnteredOperator, Facts
 from .._run.budget import Budget
@@ -105,10 +98,10 @@ class TraceOfSolves(AbstractTask):
 
     @property
     def fallback(self) -> str:
-        return "trace_of_solves"
+        return self.name
 
     def _operators(
-        self, operator: FlatOperator, solve: Callable[[FlatOperator], Any]
+        self, operator: FlatOperator, solve: Callable[[FlatOperator], AbstractSolve]
     ) -> Operators:
         flats = (operator, *(other.open()[0] for other in self.others))
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in flats):
@@ -135,14 +128,14 @@ class TraceOfSolves(AbstractTask):
         def body(flat, index):
             every = eqx.tree_at(lambda x: x.flat, operators, flat)
             unit = jnp.zeros(size, flat.dtype).at[index].set(1)
-            value, errors, pairs, report = sample_words(every, self.words, unit)
-            return value, (errors, _sizes(pairs), report)
+            return _with_values_first(sample_words(every, self.words, unit))
 
         def reduce(outs, valid):
-            _, (errors, sizes, report) = outs
             total = lambda x: jnp.sum(jnp.where(valid[:, None], x, 0), axis=0)  # noqa: E731
+            sample, report = outs[1], outs[1].report
             worst = jnp.max(jnp.where(valid, report.residual, 0))
-            return total(errors), total(sizes**2), _first(report.result, valid), worst
+            failed = _first(report.result, valid)
+            return total(sample.errors), total(sample.sizes**2), failed, worst
 
         def merge(parts):
             errors, squares, results, worst = parts
@@ -181,21 +174,20 @@ class TraceOfSolves(AbstractTask):
         def body(flat, index, operators):
             every = eqx.tree_at(lambda x: x.flat, operators, flat)
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
-            value, errors, pairs, report = sample_words(every, self.words, probe)
-            return value, (errors, _sizes(pairs), _marks(pairs), report)
+            return _with_values_first(sample_words(every, self.words, probe))
 
         def reduce(outs, valid):
-            samples, (errors, sizes, marks, _) = outs
+            samples, further = outs
             moments = SignMoments.of(
                 samples=samples,
-                size=sizes,
-                marks=marks if count < FEW_SIGNS else None,
+                size=further.sizes,
+                marks=further.marks if count < FEW_SIGNS else None,
                 valid=valid,
                 skewed=True,
                 rounding=operator.rounding,
                 near=0.0,
             )
-            return (_Moments(moments, Moments.of(errors, valid, skewed=False)),)
+            return (_Moments(moments, Moments.of(further.errors, valid, skewed=False)),)
 
         def merge(summaries):
             (moments,) = summaries
@@ -213,7 +205,7 @@ class TraceOfSolves(AbstractTask):
             quantity=self.quantity,
         )
         (moments,) = streamed.summary
-        errors, _, _, report = streamed.others
+        report = streamed.others.report
         made = jnp.arange(len(report.steps)) < streamed.count
         steps = jnp.sum(jnp.where(made, report.steps, 0))
         worst = jnp.max(jnp.where(made, report.residual, 0))
@@ -228,15 +220,12 @@ class TraceOfSolves(AbstractTask):
             num_matvecs=1 + steps + products,
             magnitude=moments.samples.size,
             result=first_failure(_first(report.result, made), streamed.loop.result),
-            extra=streamed.loop.extra
-            | self._stats(streamed.count, steps, worst, errors),
+            extra=streamed.loop.extra | self._stats(streamed.count, steps, worst, errors),
             state=streamed.loop.state,
             skewness=moments.samples.skewness,
         )
 
-    def _estimate(
-        self, operator: FlatOperator, *, errors: Real[Array, " q"], **fields: Any
-    ) -> Estimate:
+    def _estimate(self, operator: FlatOperator, *, errors: Array, **fields) -> Estimate:
         value, std_err = jax.lax.stop_gradient((fields["value"].real, fields["std_err"]))
         ends = jnp.stack([value - errors, value + errors])
         bounds = jnp.stack([ends, jnp.broadcast_to(std_err, ends.shape)], axis=1)
@@ -253,13 +242,9 @@ class TraceOfSolves(AbstractTask):
         }
 
 
-def _sizes(pairs: Inexact[Array, "q 2 n"]) -> Real[Array, " q"]:
-    """What rounding errors of samples are relative to."""
-    return jax.vmap(lambda pair: norm_bound(jnp.abs(pair[0] * pair[1])))(pairs)
-
-
-def _marks(pairs: Inexact[Array, "q 2 n"]) -> Inexact[Array, " q"]:
-    return jax.vmap(lambda pair: dot(rotate(pair[0]), pair[1]))(pairs)
+def _with_values_first(sample: Sample) -> tuple[Inexact[Array, " q"], Sample]:
+    """As `stream` takes samples. No array is returned twice, for both are kept."""
+    return sample.values, dataclasses.replace(sample, values=jnp.zeros(()))
 
 
 def _first(results: Any, valid: Bool[Array, " m"]) -> Any:

@@ -29,106 +29,21 @@ of Numerical Algorithms, chapter 12 (iterative refinement).
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Inexact, Int, Real
 
+from .._core.chirp import rotate
 from .._core.flat import FlatOperator, freeze
+from .._core.quantity import norm_bound
 from .._core.results import failure, first_failure, RESULTS
 from .._numerics.dense import two_norm
 from .._run.execution import Local
 from .._run.gradient import AbstractFrame, attach, refuse_derivative
+from .inexact_solve import AbstractSolve
 
-
-# `lineax.CG` stops, as if it had broken down, once p* A p <= 100 rcond |r* P^-1 r| with
-# rcond = 2 n eps. With P^-1 = 200 n I this is where an eigenvalue of A is below the
-# epsilon times its typical size.
-_BREAKDOWN_OF_CG = 200
 
 # The indices of the operators of a word.
 Word = tuple[int, ...]
-
-
-class AbstractSolve(eqx.Module):
-    """How a system is solved."""
-
-    def __call__(
-        self, flat: FlatOperator, vector: Inexact[Array, " n"], *, adjoint: bool
-    ) -> tuple[Inexact[Array, " n"], Any, Int[Array, ""]]:
-        """About `A^-1 v`, or `A^-* v`; the result, and the number of steps."""
-        raise NotImplementedError
-
-
-class DenseSolve(AbstractSolve):
-    """By the inverse matrix."""
-
-    inverse: Inexact[Array, "n n"]
-
-    def __call__(self, flat, vector, *, adjoint):
-        matrix = self.inverse.conj().T if adjoint else self.inverse
-        successful: Any = RESULTS.successful
-        image = jnp.matmul(matrix, vector, precision="highest")
-        return image, successful, jnp.zeros((), jnp.int32)
-
-
-class IterativeSolve(AbstractSolve):
-    """By a solver of lineax. It sees `(A / scale) y = b / unit`, with entries of size one
-    on the right, because tolerances and tests for breakdown have absolute parts."""
-
-    solver: lx.AbstractLinearSolver
-    scale: Real[Array, ""]
-
-    @classmethod
-    def of(
-        cls, solver: lx.AbstractLinearSolver, flat: FlatOperator, probe: Array
-    ) -> "IterativeSolve":
-        scale = two_norm(flat.mv(probe)) / two_norm(probe)
-        scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-        return cls(solver, scale * (-1 if flat.sign < 0 else 1))
-
-    def __call__(self, flat, vector, *, adjoint):
-        apply = flat.adjoint_mv if adjoint else flat.mv
-        unit = two_norm(vector) / flat.size**0.5
-        unit = jnp.where(unit > 0, unit, 1)
-        right, mv = vector / unit, lambda x: apply(x) / self.scale
-        is_complex = jnp.iscomplexobj(right)
-        if is_complex:
-            # `lineax.CG` is for real vectors.
-            complex_mv, right = mv, _split(right)
-            mv = lambda x: _split(complex_mv(_join(x)))  # noqa: E731
-        # Inside of `shard_map` the mesh is a part of the type.
-        structure = jax.eval_shape(lambda x: x, right)
-        definite = flat.sign != 0
-        tags = lx.positive_semidefinite_tag if definite else ()
-        options = {}
-        if isinstance(self.solver, lx.CG):
-            factor = float(_BREAKDOWN_OF_CG * right.size)
-            scaled = lx.FunctionLinearOperator(
-                lambda x: factor * x, structure, lx.positive_semidefinite_tag
-            )
-            options["preconditioner"] = scaled
-        operator = lx.FunctionLinearOperator(mv, structure, tags)
-        # Not by `lineax.linear_solve`: nothing here is differentiated, and that primitive
-        # is not for `shard_map`.
-        state = self.solver.init(operator, options)
-        solution, result, stats = self.solver.compute(state, right, options)
-        if is_complex:
-            solution = _join(solution)
-        finite = jnp.isfinite(solution).all()
-        result = first_failure(
-            RESULTS.promote(result), failure(~finite, RESULTS.breakdown)
-        )
-        steps = jnp.asarray(stats.get("num_steps", 0), jnp.int32)
-        return solution * (unit / self.scale), result, steps
-
-
-def _split(vector: Inexact[Array, " n"]) -> Real[Array, " m"]:
-    return jnp.concatenate([vector.real, vector.imag])
-
-
-def _join(parts: Real[Array, " m"]) -> Inexact[Array, " n"]:
-    return jax.lax.complex(*jnp.split(parts, 2))
 
 
 class Solution(eqx.Module):
@@ -241,56 +156,79 @@ class _Frame(AbstractFrame):
 
     def left(self, operator: FlatOperator) -> Inexact[Array, "n p"]:
         columns = jnp.stack(self._lefts(), axis=1)
-        if self.position is None:
-            columns = -columns
-        else:
-            columns = columns[:, self.position, None]
+        # The sign belongs to the derivative of the inverse.
+        j = self.position
+        columns = -columns if j is None else columns[:, j, None]
         return refuse_derivative(columns, self.operators, message=self.refusal)
+
+
+class Sample(eqx.Module):
+    """The samples of all words for one probe.
+
+    - `values`: the samples, with their derivatives.
+    - `errors`: by how much solves may have made them wrong.
+    - `sizes`, `marks`: as those of `AbstractQuantity`.
+    - `report`: of the solves.
+    """
+
+    values: Inexact[Array, " q"]
+    errors: Real[Array, " q"]
+    sizes: Real[Array, " q"]
+    marks: Inexact[Array, " q"]
+    report: Report
 
 
 def sample_words(
     operators: Operators, words: tuple[Word, ...], probe: Inexact[Array, " n"]
-) -> tuple[Inexact[Array, " q"], Real[Array, " q"], Array, Report]:
-    """For one probe the sample of each word, with its derivative; by how much that may be
-    wrong; the products whose sums the samples are, shape `(q, 2, n)`; and the report."""
+) -> Sample:
+    """The samples of all words for one probe."""
     frozen = freeze(operators)
-    report = Report.empty(frozen.flat.dtype)
     probe = probe.astype(frozen.flat.dtype)
-    x, report = frozen.solve_twice(probe, probe, report, adjoint=True)
-    known = Solution(probe, probe, jnp.zeros_like(probe))
-    solutions: dict[Word, Solution] = {}
-    for suffix in suffixes(words):
-        inner = solutions.get(suffix[1:], known)
-        mv = frozen.others[suffix[0]].mv
-        solutions[suffix], report = frozen.solve_twice(
-            mv(inner.first), mv(inner.second), report
-        )
-    if frozen.flat.hermitian:
-        solutions[()] = x
+    x, solutions, report = _solutions(frozen, words, probe)
     rights = {word: solution.second for word, solution in solutions.items()}
-    values, errors, pairs = [], [], []
+    rows = []
     for word in words:
-        inner = solutions[word[1:]] if len(word) > 1 else known
-        images = [inner.first, inner.second]
+        first = second = probe
+        if len(word) > 1:
+            inner = solutions[word[1:]]
+            first, second = inner.first, inner.second
         if word:
-            images = [frozen.others[word[0]].mv(y) for y in images]
-        samples = [dot(x.first, images[0]), dot(x.second, images[1])]
+            mv = frozen.others[word[0]].mv
+            first, second = mv(first), mv(second)
+        before, value = dot(x.first, first), dot(x.second, second)
         if word in solutions:
             dual = solutions[word]
             residual = probe - frozen.flat.adjoint_mv(x.first)
-            samples[0] += dot(residual, dual.first)
-            samples[1] += dot(x.residual, dual.second)
-        errors.append(jnp.abs(samples[1] - samples[0]))
-        pairs.append(jnp.stack([x.second, images[1]]))
+            before += dot(residual, dual.first)
+            value += dot(x.residual, dual.second)
+        error, size = jnp.abs(value - before), norm_bound(jnp.abs(x.second * second))
+        mark = dot(rotate(x.second), second)
         common = operators, probe, x.second, rights, word
-        value = attach(
-            operators.flat, samples[1], _Frame(*common, None), execution=Local()
-        )
+        value = attach(operators.flat, value, _Frame(*common, None), execution=Local())
         for position, index in enumerate(word):
             frame = _Frame(*common, position)
             value = attach(operators.others[index], value, frame, execution=Local())
-        values.append(value)
-    return jnp.stack(values), jnp.stack(errors), jnp.stack(pairs), report
+        rows.append((value, error, size, mark))
+    return Sample(*map(jnp.stack, zip(*rows, strict=True)), report)
+
+
+def _solutions(
+    frozen: Operators, words: tuple[Word, ...], probe: Inexact[Array, " n"]
+) -> tuple[Solution, dict[Word, Solution], Report]:
+    """x, the y_j by the words that they are for, and a report."""
+    report = Report.empty(frozen.flat.dtype)
+    x, report = frozen.solve_twice(probe, probe, report, adjoint=True)
+    solutions: dict[Word, Solution] = {}
+    for suffix in suffixes(words):
+        first = second = probe
+        if len(suffix) > 1:
+            inner = solutions[suffix[1:]]
+            first, second = inner.first, inner.second
+        mv = frozen.others[suffix[0]].mv
+        solutions[suffix], report = frozen.solve_twice(mv(first), mv(second), report)
+    if frozen.flat.hermitian:
+        solutions[()] = x
+    return x, solutions, report
 
 
 def suffixes(words: tuple[Word, ...]) -> list[Word]:
