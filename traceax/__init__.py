@@ -52,6 +52,7 @@ from ._api.svds import SingularTriplets, svds
 from ._api.trace import trace
 from ._api.trace_difference import trace_difference
 from ._api.trace_of_function import trace_of_function
+from ._api.trace_of_solves import trace_of_solves
 from ._core.coloured_sampler import ColouredSampler
 from ._core.quantity import AbstractQuantity, Diagonal, LeafTraces, Trace
 from ._core.results import RESULTS
@@ -180,6 +181,7 @@ __all__ = [
     "trace",
     "trace_difference",
     "trace_of_function",
+    "trace_of_solves",
     # Estimators.
     "AbstractEstimator",
     "AbstractGrowingEstimator",
