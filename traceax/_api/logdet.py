@@ -31,8 +31,9 @@ from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import RandomSteps
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_any_steps
 
 
 class LogDet(AbstractFunctionTask):
@@ -89,7 +90,7 @@ def _automatic(
     operator: EnteredOperator,
     estimator: AbstractFunctionEstimator,
     k: Any,
-    num_steps: int | AdaptiveSteps,
+    num_steps: int | AdaptiveSteps | RandomSteps,
 ) -> AutoPreconditioner | None:
     """The preconditioner where none was chosen. A number for `k` or `num_steps` is a
     number of matvecs that was asked for, and a lower bound of the spectrum of A is worth
@@ -131,7 +132,7 @@ def logdet(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
-    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
@@ -254,7 +255,7 @@ def logdet(
     """
     entered = enter(operator, second=estimator)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    num_steps = check_any_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = _automatic(entered, estimator, k, num_steps)

@@ -20,8 +20,9 @@ from .._quadrature.callables import as_spectral_function
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import RandomSteps
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_any_steps
 
 
 def trace_of_function(
@@ -30,7 +31,7 @@ def trace_of_function(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
-    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
@@ -126,7 +127,7 @@ def trace_of_function(
     """
     entered = enter(operator, second=function)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    num_steps = check_any_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     flat = entered.flat
     task = TraceOfFunction(

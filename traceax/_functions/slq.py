@@ -32,9 +32,11 @@ from .._quadrature.domain import critical_extremes
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, in_sweeps, largest_budget
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, describe_mismatch
 from .gradients import AbstractFunctionGradient
+from .random_steps import RandomRuns
 from .samples import estimate_of_forms, stream_forms
 
 
@@ -143,7 +145,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
@@ -176,10 +178,27 @@ class SLQEstimator(AbstractFunctionEstimator):
                 execution=execution,
             )
 
-        steps, k = Steps.resumed(num_steps, choose, k)
+        runs = None
+        if isinstance(num_steps, RandomSteps):
+            runs, k = RandomRuns.of(
+                num_steps,
+                krylov=krylov,
+                operator=operator,
+                function=function,
+                lower_bound=bound,
+                sampler=self.sampler,
+                key=key,
+                k=k,
+                execution=execution,
+            )
+            steps = runs.steps
+        else:
+            steps, k = Steps.resumed(num_steps, choose, k)
 
         def form(flat, index):
             probe = draw(flat, index[None])[:, 0]
+            if runs is not None:
+                return runs.form(flat, probe, index, gradient.columns), probe
             quadratic_form = krylov.form(
                 flat,
                 probe,
@@ -216,6 +235,8 @@ class SLQEstimator(AbstractFunctionEstimator):
             live=streamed.mean,
             extremes=critical_extremes(extremes),
         )
+        if runs is not None:
+            estimate = runs.finish(estimate, streamed, operator)
         # A step of Golub-Kahan has a second matvec, with the adjoint.
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
         return dataclasses.replace(
