@@ -72,7 +72,7 @@ def test_bias_over_many_keys():
     steps = tx.RandomSteps(15, 0.9, max_steps=MOST)
     found = np.concatenate([values(part, steps) for part in keys])
     error, std_err = abs(np.mean(found) - EXACT), np.std(found) / found.size**0.5
-    assert error < std_err
+    assert error < 3 * std_err  # false for one in 370 seeds
     assert abs(values(keys[0, :1], 15)[0] - EXACT) > 10 * std_err
 
 
@@ -117,9 +117,10 @@ def test_intervals_cover():
     assert np.allclose(stats["bounds"][..., 0], value, rtol=1e-12)
     assert np.allclose(stats["proven_bounds"][..., 0], value, rtol=1e-12)
     assert np.allclose(stats["bounds"][..., 1], std_err, rtol=1e-6)
-    # Below rho^(3/2), by what a short run has not yet seen.
+    # At most rho^(3/2), and less by what a short run has not yet seen.
     rho = (20**0.5 - 1) / (20**0.5 + 1)
-    assert np.all((stats["ratio"] > rho**2.3) & (stats["ratio"] < rho**1.5))
+    assert np.all((stats["ratio"] > rho**3) & (stats["ratio"] < rho**1.5))
+    assert np.median(stats["ratio"]) > rho**1.8
     mean = 4 + np.mean(stats["ratio"] / (1 - stats["ratio"]))
     assert abs(np.mean(stats["num_steps"]) - mean) < 0.1
     # What the first run makes is counted.
@@ -148,7 +149,7 @@ def test_flags():
     two = hermitian(1, np.repeat([1.0, 1e3], 24))
     few, many = result(15, 0.01, two), result(15, 0.5, two)
     assert few.successful
-    assert few.value == many.value
+    assert np.isclose(few.value, many.value, rtol=1e-12)
 
     @jax.jit
     def traced(ratio):
@@ -184,26 +185,22 @@ def test_bad_input():
             tx.RandomSteps(start)
     with pytest.raises(ValueError, match="`max_steps` must be at least `start`, 9"):
         tx.RandomSteps(9, max_steps=8)
-    operator = lx.MatrixLinearOperator(jnp.eye(48), lx.symmetric_tag)
+    operator = lx.MatrixLinearOperator(jnp.eye(48), PSD)
     untagged = lx.MatrixLinearOperator(jnp.eye(48).at[0, 1].set(1))
     settings = {"k": 4, "num_steps": tx.RandomSteps(3), "key": KEY}
-    with pytest.raises(ValueError, match="`ratio` of `traceax.RandomSteps` must be"):
+    with pytest.raises(ValueError, match=r"`ratio` of `traceax\.RandomSteps`"):
         tx.trace_of_function(operator, tx.Exp(), **settings)
     with pytest.raises(ValueError, match="Found `Arnoldi`"):
         tx.trace_of_function(untagged, tx.Inverse(), **settings)
-    for other in tx.diagonal_of_function, tx.log_trace_exp, tx.function_of:
-        arguments = () if other is tx.log_trace_exp else (tx.Exp(),)
-        chosen = (
-            settings
-            if other is not tx.function_of
-            else {"num_steps": settings["num_steps"]}
-        )
-        with pytest.raises(ValueError, match="is for `traceax.logdet`"):
-            other(operator, *arguments, **chosen)
-    with pytest.raises(ValueError, match="is for `traceax.logdet`"):
-        tx.trace_of_function(
-            operator, tx.Inverse(), tx.KrylovAwareEstimator(), **settings
-        )
+    others = [
+        lambda: tx.log_trace_exp(operator, **settings),
+        lambda: tx.diagonal_of_function(operator, tx.Exp(), **settings),
+        lambda: tx.function_of(operator, tx.Exp(), num_steps=settings["num_steps"]),
+        lambda: tx.logdet(operator, tx.KrylovAwareEstimator(), **settings),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r"is for `traceax\.logdet`"):
+            other()
 
 
 # --- everywhere ---
@@ -217,7 +214,6 @@ def test_blocks_devices_and_batches_change_nothing():
     others = [
         jitted(matrix, steps, execution=tx.Local(block_size=3)),
         jitted(matrix, steps, execution=tx.Sharded(mesh)),
-        jitted(matrix, steps, k=tx.Adaptive(rtol=1e-9, max_k=8, round_size=4)),
     ]
     batch = jax.jit(jax.vmap(lambda key: logdet(matrix, steps, key)))(jr.split(KEY, 2))
     alone = jitted(matrix, steps, jr.split(KEY, 2)[1])
@@ -261,11 +257,10 @@ def general(matrix, num_steps, **settings):
     [
         (logdet, np.float32),
         (logdet, np.complex128),
-        (ft.partial(logdet, estimator=tx.SLQEstimator(krylov=tx.Lanczos(0))), float),
         (general, float),
         (difference, float),
     ],
-    ids=["float32", "complex128", "window=0", "general", "difference"],
+    ids=["float32", "complex128", "general", "difference"],
 )
 def test_kinds_of_operators(call, dtype):
     """Within 4.5 error bars, of 40 probes, and as good as those of full runs."""
@@ -273,7 +268,7 @@ def test_kinds_of_operators(call, dtype):
     exact = np.linalg.slogdet(matrix)[1]
     if call is difference:
         exact = exact - np.linalg.slogdet(matrix_of(5, 25.0))[1]
-    solution = eqx.filter_jit(call)(matrix, tx.RandomSteps(6, max_steps=40), k=40)
+    solution = eqx.filter_jit(call)(matrix, tx.RandomSteps(6), k=40)
     full = eqx.filter_jit(call)(matrix, 48, k=40)
     assert solution.value.dtype == np.finfo(dtype).dtype
     assert solution.successful
@@ -281,27 +276,20 @@ def test_kinds_of_operators(call, dtype):
 
 
 @pytest.mark.slow
-def test_derivatives_of_the_function_and_of_solves():
-    matrix = matrix_of(4, 30.0)
-    settings = {"k": 4, "key": KEY, "num_steps": tx.RandomSteps(48)}
-    operator = lx.MatrixLinearOperator(matrix, PSD)
+def test_derivative_in_the_function():
+    """Of as many steps as rows, after which nothing is random but the probes."""
+    matrix, operator = (
+        matrix_of(4, 30.0),
+        lx.MatrixLinearOperator(matrix_of(4, 30.0), PSD),
+    )
 
-    def inverse(shift):
+    @jax.grad
+    def slope(shift):
+        settings = {"k": 4, "key": KEY, "num_steps": tx.RandomSteps(48)}
         return tx.trace_of_function(operator, tx.Inverse(shift), **settings).value
 
-    def by_steps(shift):
-        fixed = settings | {"num_steps": 48}
-        return tx.trace_of_function(operator, tx.Inverse(shift), **fixed).value
-
-    assert np.isclose(jax.grad(inverse)(1.0), jax.grad(by_steps)(1.0), rtol=1e-8)
-
-    def by_solves(scale):
-        scaled = lx.MatrixLinearOperator(scale * matrix, PSD)
-        gradient = tx.SolveGradient(lx.CG(1e-10, 1e-10))
-        few = settings | {"num_steps": tx.RandomSteps(5, max_steps=20)}
-        return tx.logdet(scaled, gradient=gradient, **few).value
-
-    assert np.isclose(jax.grad(jax.grad(by_solves))(1.0), -48)
+    solved = np.linalg.solve(matrix + np.eye(48), tx.RademacherSampler()(KEY, 48, 4))
+    assert np.isclose(slope(1.0), -np.sum(solved**2) / 4, rtol=1e-8)
 
 
 def test_ratio_is_an_array():

@@ -184,7 +184,7 @@ def logdet(
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], the default: one more run
         chooses a number that makes the quadrature error small compared with the sampling
-        error or the tolerance.
+        error or the tolerance. Or [`traceax.RandomSteps`][], for an unbiased value.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative

@@ -78,7 +78,8 @@ def trace_of_function(
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance. Default: 1%.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
-        n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
+        n count as n. Or [`traceax.AdaptiveSteps`][], as by default, or
+        [`traceax.RandomSteps`][], for an unbiased value.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the

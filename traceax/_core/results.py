@@ -153,7 +153,7 @@ singular one. More probes do not help.
 Likely remedies:
 
 (a) allow more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`, or where their
-    number is random `traceax.RandomSteps(start, max_steps=...)`; or
+    number is random a larger `start` or `max_steps` of `traceax.RandomSteps`; or
 
 (b) for a log-determinant, or the diagonal of an inverse, use a preconditioner; or
 
@@ -174,8 +174,9 @@ Likely remedies:
 
 _infinite_variance_msg = """
 The `ratio` of `traceax.RandomSteps` is not between 0 and 1, or too small for the
-condition number: the estimate is unbiased, but its variance is infinite, and its error bar
-means nothing. `solution.stats["ritz_values"]` has the smallest and the largest Ritz value.
+condition number. In the second case the estimate is unbiased, but its variance is
+infinite, and its error bar means nothing. `solution.stats["ritz_values"]` has the
+smallest and the largest Ritz value.
 
 Likely remedies:
 

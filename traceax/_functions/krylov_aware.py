@@ -161,12 +161,12 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         self._check(operator, function)
-        num_steps = refuse_random_steps(num_steps)
+        without_draws: int | AdaptiveSteps = refuse_random_steps(num_steps)
         deflated = self._deflate(
             operator,
             function,
             k=k,
-            num_steps=num_steps,
+            num_steps=without_draws,
             key=key,
             execution=execution,
             quantity=quantity,
@@ -190,7 +190,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         # fixed k it is the sampling error, which the deflation has reduced.
         steps, num_matvecs = deflated.probe_steps, deflated.num_matvecs
         if steps is None or isinstance(k, int):
-            steps = Steps.of(num_steps, choose)
+            steps = Steps.of(without_draws, choose)
             num_matvecs = num_matvecs + steps.spent
 
         def form(flat, index):

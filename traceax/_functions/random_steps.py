@@ -4,13 +4,14 @@ With kappa from the Ritz values of a first run, whose probe is its own,
 
     r = rho^(3/2),    rho = (sqrt(kappa) - 1) / (sqrt(kappa) + 1).
 
-The choice is independent of the samples, so these stay unbiased. For the condition number
-kappa' of the operator log(rho) is about -2 / sqrt(kappa'). So r > rho^4 holds, and the
-variance is finite, while kappa' < 7 kappa; four moments are finite, as an estimate of the
-variance needs, while kappa' < 3 kappa (r > rho^(8/3)); and the derivative has a finite
-variance while kappa' < 1.8 kappa (r > rho^2). The mean of N is about `s0 + sqrt(kappa) / 3`.
-A smaller r saves at most that many steps, and a larger one little variance: the quadrature
-error after s0 steps is mostly small beside the standard deviation of a probe.
+The choice is independent of the samples, so these stay unbiased. The operator's own
+condition number kappa' is larger than kappa, and log(rho) is about -2 / sqrt(kappa). So
+r > rho^4 holds, and the variance is finite, while kappa' < 7 kappa; four moments are
+finite, as an estimate of the variance needs, while kappa' < 3 kappa (r > rho^(8/3)); and
+the derivative has a finite variance while kappa' < 1.8 kappa (r > rho^2). N is about
+`s0 + sqrt(kappa) / 3` in the mean. A smaller r saves at most the second part. A larger
+one gains little, as the quadrature error after s0 steps is mostly small beside the
+standard deviation of a probe.
 """
 
 import dataclasses

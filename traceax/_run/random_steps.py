@@ -7,8 +7,9 @@ steps,
 
 The term of s is in the sum with the probability by which it is divided, so the mean of X
 over N is the limit of the q_s, the quadratic form itself. This is the coupled sum
-estimator of Rhee and Glynn, Operations Research 63, 2015. For log-determinants: Potapczynski,
-Wu, Biderman, Pleiss and Cunningham, ICML 2021. In the code s0 is `start`, r is `ratio`.
+estimator of Rhee and Glynn, Operations Research 63, 2015, which Potapczynski, Wu,
+Biderman, Pleiss and Cunningham, ICML 2021, take for Gaussian processes. In the code s0 is
+`start`, and r is `ratio`.
 
 The errors e_s of the Gauss rules fall like rho^(2 s), with the condition number kappa and
 rho = (sqrt(kappa) - 1) / (sqrt(kappa) + 1). So
@@ -163,7 +164,7 @@ class RandomSteps(eqx.Module):
             number = concrete_number(ratio)
             if number is not None and not 0 < number < 1:
                 raise ValueError(
-                    f"`ratio` must be between 0 and 1. Found {number}. If it is left out, "
+                    f"`ratio` must be between 0 and 1. Found {number}. Leave it out, and "
                     "it follows from the condition number."
                 )
         self.ratio, self.max_steps = ratio, max_steps
@@ -199,7 +200,7 @@ def refuse_random_steps(num_steps: Any) -> Any:
 def draw_steps(
     key: PRNGKeyArray, index: Int[Array, ""], start: int, ratio: Real[Array, ""]
 ) -> Int[Array, ""]:
-    """N of the probe with this index, independent of the probe itself and of all others."""
+    """N of the probe with this index, independent of all probes and of the others."""
     key = fold_in(fold_in(key, jnp.asarray(_STEPS_INDEX)), index)
     dtype = jax.dtypes.canonicalize_dtype(float)
     # From u in (0, 1], N - s0 >= j is u <= r^j. As many digits as there are.
