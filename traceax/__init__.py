@@ -143,6 +143,7 @@ from ._run.devices import (
 )
 from ._run.execution import AbstractExecution, Local
 from ._run.norms import each_entry, each_leaf
+from ._run.random_steps import RandomSteps
 from ._run.sharded import Sharded
 from ._run.steps import AdaptiveSteps
 
@@ -261,6 +262,7 @@ __all__ = [
     "each_entry",
     "each_leaf",
     "AdaptiveSteps",
+    "RandomSteps",
     "default_device",
     "devices",
     "Local",

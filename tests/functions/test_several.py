@@ -38,9 +38,7 @@ def mean_energy(traces):
 
 
 def matches(solution, rtol):
-    jax.tree.map(
-        ft.partial(np.testing.assert_allclose, rtol=rtol), solution.value, EXACT
-    )
+    jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=rtol), solution.value, EXACT)
 
 
 def test_each_is_what_it_is_alone():
@@ -51,7 +49,9 @@ def test_each_is_what_it_is_alone():
         return solution.value, solution
 
     def alone(scale):
-        return [value(scale, each) for each in jax.tree.leaves(FUNCTIONS, is_leaf=callable)]
+        return [
+            value(scale, each) for each in jax.tree.leaves(FUNCTIONS, is_leaf=callable)
+        ]
 
     slopes, together = jax.jacfwd(lambda x: value(x, FUNCTIONS), has_aux=True)(1.0)
     each, each_alone = zip(*alone(1.0), strict=True)
@@ -186,5 +186,5 @@ def test_messages():
         call(lambda x: jnp.stack([x, x**2]))
     with pytest.raises(TypeError, match="Found 3"):
         call({"a": tx.Log(), "b": 3})
-    with pytest.raises(TypeError, match="Found {}"):
+    with pytest.raises(TypeError, match=r"Found \{\}"):
         call({})

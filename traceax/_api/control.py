@@ -13,6 +13,7 @@ from .._operators.door import enter, EnteredOperator
 from .._operators.tags import sign_of
 from .._quadrature.function_tree import FunctionTree
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import refuse_random_steps
 from .._run.solve import AbstractTask, solve
 
 
@@ -43,6 +44,7 @@ def controlled_function(
             "`control` is for one function. Found several. Leave `control` out, or call "
             "once for each of them."
         )
+    refuse_random_steps(task.num_steps)
     first, other = operators.parts
     entered = enter(first)
     if task.is_known(entered.facts):

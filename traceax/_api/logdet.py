@@ -32,8 +32,9 @@ from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import RandomSteps
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_any_steps
 from .control import controlled_function, signs_of
 
 
@@ -91,7 +92,7 @@ def _automatic(
     operator: EnteredOperator,
     estimator: AbstractFunctionEstimator,
     k: Any,
-    num_steps: int | AdaptiveSteps,
+    num_steps: int | AdaptiveSteps | RandomSteps,
 ) -> AutoPreconditioner | None:
     """The preconditioner where none was chosen. A number for `k` or `num_steps` is a
     number of matvecs that was asked for, and a lower bound of the spectrum of A is worth
@@ -133,7 +134,7 @@ def logdet(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
-    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
@@ -186,7 +187,7 @@ def logdet(
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], the default: one more run
         chooses a number that makes the quadrature error small compared with the sampling
-        error or the tolerance.
+        error or the tolerance. Or [`traceax.RandomSteps`][], for an unbiased value.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
     - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
@@ -267,7 +268,7 @@ def logdet(
         operators = Controlled.of(operator, control)
         entered, (sign, _) = operators.entered, signs_of(operators)
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    num_steps = check_any_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = None

@@ -43,8 +43,9 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import RandomSteps
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps, exact_limit
+from .._run.steps import AdaptiveSteps, check_any_steps, exact_limit
 
 
 class _TraceDifference(AbstractFunctionTask):
@@ -142,7 +143,7 @@ def trace_difference(
     estimator: SLQEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
-    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     preconditioner: AbstractPreconditioning | None = None,
@@ -214,7 +215,7 @@ def trace_difference(
     """
     stack, parts = stack_operators({"operator": operator, "other": other})
     entered = enter(stack, square=False)
-    num_steps = check_steps(num_steps, entered.size)
+    num_steps = check_any_steps(num_steps, entered.size)
     check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
     if preconditioner is not None:
         check_preconditioner(preconditioner, entered.size)

@@ -23,8 +23,9 @@ from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.random_steps import RandomSteps
 from .._run.solve import solve
-from .._run.steps import AdaptiveSteps, check_steps
+from .._run.steps import AdaptiveSteps, check_any_steps
 from .control import controlled_function
 
 
@@ -34,7 +35,7 @@ def trace_of_function(
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
     k: int | Adaptive = DEFAULT_BUDGET,
-    num_steps: int | AdaptiveSteps = AdaptiveSteps(),
+    num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
     null_space: PyTree[Array] | None = None,
@@ -92,7 +93,8 @@ def trace_of_function(
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance. Default: 1%.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
-        n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
+        n count as n. Or [`traceax.AdaptiveSteps`][], as by default, or
+        [`traceax.RandomSteps`][], for an unbiased value.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
@@ -155,7 +157,7 @@ def trace_of_function(
         operators = Controlled.of(operator, control)
         entered = operators.entered
     check_instance("estimator", estimator, AbstractFunctionEstimator, "SLQEstimator()")
-    num_steps = check_steps(num_steps, entered.size, estimator.most_steps)
+    num_steps = check_any_steps(num_steps, entered.size, estimator.most_steps)
     check_instance("gradient", gradient, AbstractFunctionGradient, "LanczosGradient()")
     hermitian = entered.flat.hermitian if operators is None else operators.hermitian
     functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)

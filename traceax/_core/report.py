@@ -83,7 +83,8 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
 
 def counted(count: Any, name: str) -> str:
     """`"3 steps"`, or `"3 to 5 steps"` for a batch."""
-    low, high = int(np.min(count)), int(np.max(count))
+    # The mean of random numbers of steps is not whole.
+    low, high = round(float(np.min(count))), round(float(np.max(count)))
     number = str(low) if low == high else f"{low} to {high}"
     return f"{number} {name if number == '1' else name + 's'}"
 

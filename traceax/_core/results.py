@@ -152,7 +152,8 @@ singular one. More probes do not help.
 
 Likely remedies:
 
-(a) allow more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`; or
+(a) allow more steps: `num_steps=traceax.AdaptiveSteps(max_steps=...)`, or where their
+    number is random a larger `start` or `max_steps` of `traceax.RandomSteps`; or
 
 (b) for a log-determinant, or the diagonal of an inverse, use a preconditioner; or
 
@@ -169,6 +170,22 @@ Likely remedies:
 
 (f) pass a number as `num_steps`: the call then takes exactly that many steps, and
     `solution.interval()` counts the quadrature error.
+""".strip()
+
+_infinite_variance_msg = """
+The `ratio` of `traceax.RandomSteps` is not between 0 and 1, or too small for the
+condition number. In the second case the estimate is unbiased, but its variance is
+infinite, and its error bar means nothing. `solution.stats["ritz_values"]` has the
+smallest and the largest Ritz value.
+
+Likely remedies:
+
+(a) leave `ratio` out, and it follows from the condition number; or
+
+(b) raise it: with the condition number kappa it must be above rho^4, for
+    rho = (sqrt(kappa) - 1) / (sqrt(kappa) + 1); or
+
+(c) for a log-determinant use a preconditioner, which makes kappa smaller.
 """.strip()
 
 _max_matvecs_reached_msg = """
@@ -289,6 +306,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `too_few_steps`: for functions of operators, the largest number of steps that
         [`traceax.AdaptiveSteps`][] allows leaves a quadrature error above the error bar
         or the tolerance, or cannot tell the operator from a singular one.
+    - `infinite_variance`: the `ratio` of [`traceax.RandomSteps`][] is too small for the
+        condition number, or not between 0 and 1.
     - `not_converged`: a residual of `eigsh` or `svds` is above the tolerance.
     - `interrupted`: inside a compiled function, the `callback` of an adaptive budget
         raised an exception, and the run ended after that round.
@@ -333,6 +352,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_positive = _not_positive_msg
     precision_lost = _precision_lost_msg
     too_few_steps = _too_few_steps_msg
+    infinite_variance = _infinite_variance_msg
     max_matvecs_reached = _max_matvecs_reached_msg
     not_converged = _not_converged_msg
     interrupted = _interrupted_msg

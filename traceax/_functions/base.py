@@ -14,6 +14,7 @@ from .._quadrature.domain import is_complex_on_reals
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, default_max_k
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 from .gradients import AbstractFunctionGradient
 
@@ -70,7 +71,7 @@ class AbstractFunctionEstimator(eqx.Module):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),

@@ -35,6 +35,7 @@ from .._quadrature.domain import check_domain
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach, FirstOrderFrame
+from .._run.random_steps import refuse_random_steps
 from .moving_diagonal import attach_to_diagonal, MovingPairs
 from .on_subspace import (
     AbstractFunctionSubspaceTask,
@@ -97,7 +98,7 @@ class DeflatedFunction(AbstractFunctionSubspaceTask):
                 deflated=deflated.frozen,
                 function=freeze(self.task.function),
             )
-            num_steps = self.task.num_steps
+            num_steps = refuse_random_steps(self.task.num_steps)
             known = attach_to_diagonal(operator, known, moving, num_steps, execution)
         estimate = self.task.beside(known).run(deflated, k, key, execution)
         return self._finish(estimate, pairs, function, operator)

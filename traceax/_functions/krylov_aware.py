@@ -37,6 +37,7 @@ from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach
 from .._run.loop import embed
+from .._run.random_steps import RandomSteps, refuse_random_steps
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, check_real_on_reals, describe_mismatch
 from .deflated_forms import DeflatedForms
@@ -154,17 +155,18 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         self._check(operator, function)
+        without_draws: int | AdaptiveSteps = refuse_random_steps(num_steps)
         deflated = self._deflate(
             operator,
             function,
             k=k,
-            num_steps=num_steps,
+            num_steps=without_draws,
             key=key,
             execution=execution,
             quantity=quantity,
@@ -188,7 +190,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         # fixed k it is the sampling error, which the deflation has reduced.
         steps, num_matvecs = deflated.probe_steps, deflated.num_matvecs
         if steps is None or isinstance(k, int):
-            steps = Steps.of(num_steps, choose)
+            steps = Steps.of(without_draws, choose)
             num_matvecs = num_matvecs + steps.spent
 
         def form(flat, index):

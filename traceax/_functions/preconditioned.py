@@ -30,6 +30,7 @@ from .._quadrature.functions import AbstractSpectralFunction, Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.budget import Budget, default_max_k
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
@@ -198,7 +199,7 @@ class Preconditioned(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),

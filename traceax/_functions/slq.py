@@ -33,9 +33,11 @@ from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, in_sweeps, largest_budget
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps, refuse_random_steps
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, describe_mismatch
 from .gradients import AbstractFunctionGradient
+from .random_steps import RandomRuns
 from .samples import stream_forms
 from .several import estimate_of_members
 
@@ -145,13 +147,15 @@ class SLQEstimator(AbstractFunctionEstimator):
         gradient: AbstractFunctionGradient,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
         krylov, bound = self.method(operator, function), self.lower_bound
         functions = members_of(function)
+        if isinstance(function, FunctionTree):
+            refuse_random_steps(num_steps)
 
         def draw(flat, indices):
             return draw_for(flat, self.sampler, key, indices)
@@ -186,17 +190,33 @@ class SLQEstimator(AbstractFunctionEstimator):
                 execution=execution,
             )
 
-        steps, k = Steps.resumed(num_steps, choose, k)
+        runs = None
+        if isinstance(num_steps, RandomSteps):
+            runs, k = RandomRuns.of(
+                num_steps,
+                krylov=krylov,
+                operator=operator,
+                function=functions[0],
+                lower_bound=bound,
+                sampler=self.sampler,
+                key=key,
+                k=k,
+                execution=execution,
+            )
+            steps = runs.steps
+        else:
+            steps, k = Steps.resumed(num_steps, choose, k)
 
         def forms(flat, index):
             probe, made = draw(flat, index[None])[:, 0], steps.made
+            if runs is not None:
+                return (runs.form(flat, probe, index, gradient.columns),), probe
             state = krylov.start(flat, probe, steps.most)
             state = krylov.advance(flat, state, 0, made)
             # By position: parameters of a user's method may have other names.
             settings = bound, gradient.columns
-            return [
-                krylov.read(flat, state, made, f, *settings) for f in functions
-            ], probe
+            read = ft.partial(krylov.read, flat, state, made)
+            return [read(each, *settings) for each in functions], probe
 
         streamed = stream_forms(
             forms,
@@ -222,6 +242,8 @@ class SLQEstimator(AbstractFunctionEstimator):
             excess=excess,
             extremes=critical_extremes(extremes),
         )
+        if runs is not None:
+            estimate = runs.finish(estimate, streamed, operator)
         # A step of Golub-Kahan has a second matvec, with the adjoint.
         products = (estimate.num_matvecs + steps.spent) * krylov.products_per_step
         return dataclasses.replace(

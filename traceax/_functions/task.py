@@ -16,6 +16,7 @@ from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.solve import AbstractTask
 from .._run.steps import AdaptiveSteps, exact_limit
 from .all_eigenvalues import exact_trace_of_function, trace_from_eigenvalues
@@ -37,7 +38,7 @@ class AbstractTaskOfFunction(AbstractTask):
     """
 
     function: eqx.AbstractVar[AbstractSpectralFunction | FunctionTree]
-    num_steps: eqx.AbstractVar[int | AdaptiveSteps]
+    num_steps: eqx.AbstractVar[int | AdaptiveSteps | RandomSteps]
     offset: eqx.AbstractVar[Array | None]
 
     def operand(self, operator: FlatOperator) -> FlatOperator:
@@ -58,7 +59,7 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
     estimator: AbstractFunctionEstimator
     function: AbstractSpectralFunction | FunctionTree
     gradient: AbstractFunctionGradient
-    num_steps: int | AdaptiveSteps
+    num_steps: int | AdaptiveSteps | RandomSteps
     quantity: AbstractQuantity = eqx.field(default=Trace(), kw_only=True)
     offset: Array | None = eqx.field(default=None, kw_only=True)
 

@@ -1,6 +1,7 @@
 """The interface of Krylov methods, which compute quadratic forms `z* f(A) z`."""
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
@@ -57,9 +58,13 @@ class AbstractKrylovMethod(eqx.Module):
 
     - `products_per_step`: the number of matvecs in a step, with the operator or its
         adjoint.
+    - `reads_earlier_steps`: whether `read` takes fewer steps than the run has made, and
+        its right rows for one column are the same after any number of them, as
+        [`traceax.RandomSteps`][] needs. Default: `False`.
     """
 
     products_per_step: eqx.AbstractClassVar[int]
+    reads_earlier_steps: ClassVar[bool] = False
 
     @property
     def title(self) -> str:

@@ -52,6 +52,10 @@ class Difference(AbstractKrylovMethod):
     def products_per_step(self) -> int:  # pyright: ignore
         return self.method.products_per_step
 
+    @property
+    def reads_earlier_steps(self) -> bool:  # pyright: ignore
+        return self.method.reads_earlier_steps
+
     def fits(self, operator: FlatOperator, function: AbstractSpectralFunction) -> bool:
         return self.method.fits(operator, function)
 

@@ -105,6 +105,7 @@ class GolubKahan(AbstractKrylovMethod):
 
     window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     products_per_step: ClassVar[int] = 2
+    reads_earlier_steps: ClassVar[bool] = True
 
     def __check_init__(self):
         check_window(self.window)

@@ -125,7 +125,8 @@ def golub_kahan_advance(
 def golub_kahan_run(
     state: GolubKahanState, steps: Int[Array, ""] | int
 ) -> Bidiagonalisation:
-    """The decomposition after `steps` steps, which is how many the run has made."""
+    """The decomposition after `steps` steps, at most as many as the run has made. Rows of
+    the bases that later steps have made are left, and have no weight."""
     lefts, rights, entries = state.buffers
     diagonal, above, projected_diagonal, projected_above = entries.T
     last = steps - 1
@@ -138,7 +139,7 @@ def golub_kahan_run(
         above=above,
         projected_diagonal=jnp.where(broken, diagonal[0], projected_diagonal),
         # A step computes the projected coupling of the step before it.
-        projected_above=projected_above[1:],
+        projected_above=jnp.where(above[:-1] == 0, 0, projected_above[1:]),
         left=lefts,
         right=rights,
         norm=state.norm,

@@ -123,6 +123,7 @@ class Lanczos(AbstractKrylovMethod):
 
     window: int | None = eqx.field(static=True, default=None, converter=plain_integer)
     products_per_step: ClassVar[int] = 1
+    reads_earlier_steps: ClassVar[bool] = True
 
     def __check_init__(self):
         check_window(self.window)

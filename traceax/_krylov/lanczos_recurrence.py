@@ -169,13 +169,15 @@ def lanczos_advance(
 
 
 def lanczos_run(state: LanczosState, steps: Int[Array, ""] | int) -> LanczosDecomposition:
-    """The decomposition after `steps` steps, which is how many the run has made."""
+    """The decomposition after `steps` steps, at most as many as the run has made. Rows of
+    the basis that later steps have made are left, and have no weight."""
     alpha, beta, projected, neglected = state.entries.T
     last = steps - 1
+    index = jnp.arange(len(alpha))
     return LanczosDecomposition(
-        alpha=jnp.where(jnp.arange(len(alpha)) <= last, alpha, alpha[0]),
+        alpha=jnp.where(index <= last, alpha, alpha[0]),
         beta=move_residual_to_end(beta, last),
-        projected=projected,
+        projected=jnp.where(index < last, projected, 0),
         basis=jnp.concatenate(state.buffers),
         neglected=jnp.max(neglected),
         norm=state.norm,

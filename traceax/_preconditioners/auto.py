@@ -18,6 +18,7 @@ from .._core.flat import FlatOperator, to_flat
 from .._quadrature.convergence import SEEN_BY_ONE
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 from .base import AbstractPreconditioner, AbstractPreconditioning, check_size
 from .forecast import forecast_matvecs
@@ -134,7 +135,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         operator: FlatOperator,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> AbstractPreconditioner:
@@ -159,7 +160,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         known: Real[Array, ""] | None,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
         offset: Real[Array, ""] | float = 0.0,

@@ -25,6 +25,7 @@ from .._numerics.dense import two_norm
 from .._operators.door import unflatten
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 
 
@@ -68,7 +69,7 @@ class AbstractPreconditioning(eqx.Module):
         operator: FlatOperator,
         *,
         k: int | Budget,
-        num_steps: int | AdaptiveSteps,
+        num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
     ) -> "AbstractPreconditioner":

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Real
 
 from .._run.budget import Budget
+from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 
 
@@ -13,7 +14,7 @@ def forecast_matvecs(
     moments: Real[Array, "2"],
     *,
     k: int | Budget,
-    num_steps: int | AdaptiveSteps,
+    num_steps: int | AdaptiveSteps | RandomSteps,
     log_det: Real[Array, ""],
     offset: Real[Array, ""] | float,
     hidden: float,
@@ -52,6 +53,9 @@ def forecast_matvecs(
         aim = jnp.sqrt(variance / k)
         if reference is not None:
             probes = k * variance / jnp.where(reference > 0, reference, 1)
+    if isinstance(num_steps, RandomSteps):
+        # The condition number, on which the further steps depend, is not known yet.
+        num_steps = num_steps.start
     if not isinstance(num_steps, AdaptiveSteps):
         return probes * num_steps, variance
     # The width of the bracket is taken to be `4 weight contraction^steps`: Lanczos has

@@ -35,6 +35,7 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
 from .budget import Budget
 from .execution import AbstractExecution
+from .random_steps import RandomSteps, refuse_random_steps
 
 
 # The default largest number of steps: the small factorisations take `max_steps**3`
@@ -138,12 +139,22 @@ class AdaptiveSteps(eqx.Module):
 def check_steps(num_steps: Any, n: int, default: int = _MAX_STEPS) -> int | AdaptiveSteps:
     """The number of steps, fixed or adaptive, limited to n. An adaptive one without
     `max_steps` has at most `default`, and for long vectors fewer."""
+    num_steps = refuse_random_steps(num_steps)
     if isinstance(num_steps, AdaptiveSteps):
         limit = num_steps.max_steps
         if limit is None:
             limit = min(default, max(_MIN_MAX_STEPS, _MAX_BASIS_ENTRIES // n))
         return AdaptiveSteps(min(limit, n), num_steps.share)
     return min(check_positive("num_steps", num_steps), n)
+
+
+def check_any_steps(
+    num_steps: Any, n: int, default: int = _MAX_STEPS
+) -> int | AdaptiveSteps | RandomSteps:
+    """As `check_steps`, for calls that take a random number, too."""
+    if isinstance(num_steps, RandomSteps):
+        return num_steps.for_size(n)
+    return check_steps(num_steps, n, default)
 
 
 def exact_limit(*, orthogonal: bool = True) -> int:
