@@ -227,7 +227,7 @@ def test_a_wrong_known_answer_is_flagged():
         assert not np.any(successful)
     # A smaller error, which twenty samples cannot exclude, is in the error bar.
     _, (low, high), _ = compiled(tx.trace, 20)(
-        matrix, CONTROL, np.trace(CONTROL) + large / 8, KEYS[:40]
+        matrix, CONTROL, np.trace(CONTROL) + large / 5, KEYS[:40]
     )
     assert np.mean((low <= np.trace(matrix)) & (np.trace(matrix) <= high)) > 0.9
     solution = solve(tx.trace, matrix, CONTROL, large * 9, k=20, key=KEY, throw=False)

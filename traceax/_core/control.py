@@ -140,5 +140,5 @@ def check_known(
     distance = jnp.abs(moments.mean - known)
     wrong = (distance > quantile * error + floor) | ~jnp.isfinite(known)
     doubtful = student_quantile(_DOUBTFUL, count - 1) * error + floor
-    excess = jnp.where(distance > doubtful, distance - doubtful, 0)
-    return excess, failure(jnp.any(wrong), RESULTS.inconsistent_control)
+    error = jnp.where(distance > doubtful, distance, 0)
+    return error, failure(jnp.any(wrong), RESULTS.inconsistent_control)

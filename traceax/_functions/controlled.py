@@ -11,6 +11,7 @@ rounding errors of a_i and of c_i b_i add up, as if they were unrelated
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +24,7 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import first_failure
 from .._core.sampler import check_full_support, draw_for
 from .._core.solution import Estimate
+from .._krylov.base import AbstractKrylovMethod
 from .._krylov.difference import unstack
 from .._operators.door import Facts
 from .._quadrature.domain import critical_extremes
@@ -108,39 +110,16 @@ class ControlledFunction(AbstractTask):
         extra = answer.extra | _statistics(zero, zero.real, 0)
         return dataclasses.replace(answer, extra=extra)
 
-    def run(
-        self,
-        operator: FlatOperator,
-        k: int | Budget,
-        key: PRNGKeyArray | None,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        task, estimator = self.task, self.task.estimator
-        assert isinstance(estimator, SLQEstimator)
+    def _body(
+        self, krylov: AbstractKrylovMethod, steps: Steps, draw: Callable[[Array], Array]
+    ) -> Callable[[FlatOperator, Array], tuple[Array, Any]]:
+        """The function from a probe's index to the values of its two forms, with their
+        derivatives, and to these forms."""
+        task = self.task
         assert not isinstance(task.function, FunctionTree)
-        check_full_support("estimator.sampler", estimator.sampler)
-        function, gradient, bound = task.function, task.gradient, estimator.lower_bound
-        first = self._operands(operator)[0]
-        krylov = estimator.method(first, function)
-
-        def draw(index):
-            return draw_for(operator, estimator.sampler, key, index[None])[:, 0]
-
-        def excess(value, bracket, deviation):
-            left = _SHARE_LEFT * deviation
-            return excess_of_bracket(value, bracket, left, first, k, task.quantity)
-
-        def choose(adaptive):
-            # For both operators, since the errors of both count.
-            settings = {"krylov": krylov, "functions": [function], "bound": bound}
-            settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
-            steps = [
-                choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)
-                for x in self._operands(operator)
-            ]
-            return jnp.maximum(*steps)
-
-        steps, k = Steps.resumed(task.num_steps, choose, k)
+        assert isinstance(task.estimator, SLQEstimator)
+        function, gradient = task.function, task.gradient
+        bound = task.estimator.lower_bound
 
         def body(operator, index):
             probe, forms = draw(index), []
@@ -164,6 +143,43 @@ class ControlledFunction(AbstractTask):
             values, kept = zip(*forms, strict=True)
             return jnp.stack(values), jax.lax.stop_gradient(kept)
 
+        return body
+
+    def run(
+        self,
+        operator: FlatOperator,
+        k: int | Budget,
+        key: PRNGKeyArray | None,
+        execution: AbstractExecution,
+    ) -> Estimate:
+        task, estimator = self.task, self.task.estimator
+        assert isinstance(estimator, SLQEstimator)
+        assert not isinstance(task.function, FunctionTree)
+        check_full_support("estimator.sampler", estimator.sampler)
+        function, bound = task.function, estimator.lower_bound
+        first = self._operands(operator)[0]
+        krylov = estimator.method(first, function)
+
+        def draw(index):
+            return draw_for(operator, estimator.sampler, key, index[None])[:, 0]
+
+        def excess(value, bracket, deviation):
+            left = _SHARE_LEFT * deviation
+            return excess_of_bracket(value, bracket, left, first, k, task.quantity)
+
+        def choose(adaptive):
+            # For both operators, since the errors of both count.
+            settings = {"krylov": krylov, "functions": [function], "bound": bound}
+            settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
+            steps = [
+                choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)
+                for x in self._operands(operator)
+            ]
+            return jnp.maximum(*steps)
+
+        steps, k = Steps.resumed(task.num_steps, choose, k)
+
+        body = self._body(krylov, steps, draw)
         known = jax.lax.stop_gradient(self.known)
         # Jitted so that it is traced once, for the loop and for the result.
         moments_of = jax.jit(
