@@ -15,7 +15,7 @@ from ..helpers import hermitian, PSD
 
 
 N = 60
-EIGENVALUES = np.linspace(0.1, 3, N) ** 2
+EIGENVALUES = np.linspace(0.3, 2, N) ** 2
 MATRIX = hermitian(0, EIGENVALUES)
 FUNCTIONS = {"Z": tx.Exp(-1.0), "energy": (lambda x: x * jnp.exp(-x), tx.Log())}
 EXACT = {
@@ -80,21 +80,21 @@ def test_exact():
         energy = solution.transform(mean_energy)
         np.testing.assert_allclose(energy.value, mean_energy(EXACT), rtol=1e-10)
         assert energy.std_err < 1e-10
-    known = lx.DiagonalLinearOperator(jnp.asarray(EIGENVALUES))
+    known = tx.kronecker(np.eye(1), operator())
     solution = tx.trace_of_function(known, FUNCTIONS)
     assert solution.matvecs == 0
-    matches(solution, 1e-12)
+    matches(solution, 1e-10)
 
 
 def test_adaptive():
     """The tolerance is for all values together, and a run goes on where it ended."""
-    rule = tx.Adaptive(rtol=0.05, max_k=400)
+    rule = tx.Adaptive(rtol=0.05, max_k=100)
     solution = tx.trace_of_function(operator(), FUNCTIONS, k=rule, num_steps=20, key=KEY)
     assert solution.successful
     for x, error, exact in zip(
         *map(jax.tree.leaves, (solution.value, solution.std_err, EXACT)), strict=True
     ):
-        assert abs(x - exact) < 5 * error
+        assert abs(x - exact) < 5 * error + 1e-10
     again = tx.trace_of_function(
         operator(), FUNCTIONS, k=rule, num_steps=20, key=KEY, state=solution.state
     )
@@ -121,10 +121,11 @@ def test_difference_on_a_mesh():
     )
     for name in ("value", "std_err"):
         found, expected = (jax.tree.leaves(getattr(x, name)) for x in (two, one))
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
-    np.testing.assert_allclose(two.covariance, one.covariance, rtol=1e-6)
+        # The logarithm of a multiple has no sampling error, only rounding.
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(two.covariance, one.covariance, rtol=1e-6, atol=1e-11)
     exact = tx.trace_difference(operator(), other, FUNCTIONS, k=N)
-    ends = one.interval(0.999)
+    ends = one.interval(0.999, proven=False)
     for low, high, value in zip(*map(jax.tree.leaves, (*ends, exact.value)), strict=True):
         assert low < value < high
 
