@@ -91,9 +91,9 @@ def diagonal_of_function(
 
     **Arguments:**
 
-    - `operator`, `function`: as for [`traceax.function_of`][]; or a PyTree of functions,
-        all of them with real values or all with complex ones. Their products with a
-        vector are read from one Lanczos run.
+    - `operator`, `function`: as for [`traceax.function_of`][]; or a PyTree of functions.
+        Their products with a vector are read from one Lanczos run. If one has complex
+        values, all diagonals are complex.
     - `estimator`, `key`, `state`, `execution`, `throw`: as for [`traceax.diagonal`][].
         Several functions take an estimator with independent samples, and
         [`traceax.HutchinsonEstimator`][] is their default.

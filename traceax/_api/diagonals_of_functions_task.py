@@ -127,7 +127,7 @@ class DiagonalsOfFunctions(AbstractTask):
         execution: AbstractExecution,
     ) -> Estimate:
         flat, cost, num_steps = operator, 1, self.num_steps
-        if is_complex_on_reals(self.function.members[0], flat.dtype):
+        if any(is_complex_on_reals(f, flat.dtype) for f in self.function.members):
             flat = flat.complexified
             # Two products with a real operator make one with a complex vector.
             cost = 1 if flat is operator else 2

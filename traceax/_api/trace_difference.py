@@ -19,7 +19,7 @@ from .._core.checks import check_instance
 from .._core.flat import FlatOperator
 from .._core.results import first_failure
 from .._core.solution import Estimate, Solution
-from .._functions.all_eigenvalues import entries_without_probes, exact_trace_of_function
+from .._functions.all_eigenvalues import entries_without_probes, exact_traces
 from .._functions.base import check_real_on_reals
 from .._functions.gradients import LanczosGradient
 from .._functions.preconditioned import (
@@ -27,7 +27,7 @@ from .._functions.preconditioned import (
     check_preconditioner,
     Prepared,
 )
-from .._functions.several import of_members, quantity_of
+from .._functions.several import join_members, quantity_of
 from .._functions.slq import SLQEstimator
 from .._functions.task import AbstractFunctionTask
 from .._krylov.difference import Difference, unstack
@@ -68,25 +68,16 @@ class _TraceDifference(AbstractFunctionTask):
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution
     ) -> Estimate:
-        a, b = unstack(self._with_symmetry(operator))
-        return of_members(
-            self.function, lambda function: self._exact_of(function, a, b, execution)
-        )
+        functions = members_of(self.function)
+        traces = [
+            exact_traces(half, functions, self.gradient, execution)
+            for half in unstack(self._with_symmetry(operator))
+        ]
+        estimates = [self._subtract(a, b) for a, b in zip(*traces, strict=True)]
+        return join_members(self.function, estimates)
 
-    def _exact_of(
-        self,
-        function: AbstractSpectralFunction,
-        operator: FlatOperator,
-        other: FlatOperator,
-        execution: AbstractExecution,
-    ) -> Estimate:
-        """The difference of the traces of one function."""
-        a, b = (
-            exact_trace_of_function(
-                each, function=function, gradient=self.gradient, execution=execution
-            )
-            for each in (operator, other)
-        )
+    def _subtract(self, a: Estimate, b: Estimate) -> Estimate:
+        """The difference of the exact traces of one function."""
         assert a.bounds is not None
         assert b.bounds is not None
         # The lower end of the difference is the lower end of A minus the upper end of B.

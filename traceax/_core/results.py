@@ -255,8 +255,7 @@ Likely remedies:
 
 _interval_with_zero_msg = """
 The function of `Solution.transform` divides by a number whose 95% interval contains zero,
-or takes its logarithm or a root. The error bar of the function is then not known, and
-reported as infinite.
+or takes its logarithm or a root. So its error bar is unknown, and reported as infinite.
 
 Likely remedies:
 

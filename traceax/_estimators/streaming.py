@@ -142,15 +142,9 @@ class AbstractStreamingEstimator(AbstractEstimator):
         def reduce(outs, valid):
             samples, ((sizes, marks, _), indices) = outs
             every = jax.vmap(quantity.split)(samples), sizes, marks
+            settings = {"indices": indices, "valid": valid, "operator": operator}
             moments = [
-                moments_of_part(
-                    self,
-                    part,
-                    *of_part,
-                    indices=indices,
-                    valid=valid,
-                    operator=operator,
-                )
+                moments_of_part(self, part, *of_part, **settings)
                 for part, *of_part in zip(quantity.parts, *every, strict=True)
             ]
             return (JointMoments(tuple(moments), quantity.joined),)

@@ -13,7 +13,7 @@ function is steep".
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -55,12 +55,54 @@ def exact_trace_of_function(
     """The sum of `function` over the eigenvalues of a square operator, or over the
     singular values of an operator with at least as many rows as columns. n matvecs,
     O(n^3) operations, and O(n^2) memory."""
+    return exact_traces(operator, (function,), gradient, execution)[0]
+
+
+def exact_traces(
+    operator: FlatOperator,
+    functions: Sequence[AbstractSpectralFunction],
+    gradient: AbstractFunctionGradient,
+    execution: AbstractExecution,
+) -> list[Estimate]:
+    """As `exact_trace_of_function`, for several functions of eigenvalues or several of
+    singular values, from the same matvecs and the same factorisation."""
     eye = jnp.eye(operator.size, dtype=operator.dtype)
     matrix = execution.matmat(operator.frozen, eye)
-    if not operator.hermitian and not function.of_singular_values:
-        return _of_general_matrix(operator, matrix, function, gradient, execution)
+    of_singular_values = functions[0].of_singular_values
+    if not operator.hermitian and not of_singular_values:
+        return [
+            _of_general_matrix(operator, matrix, function, gradient, execution)
+            for function in functions
+        ]
+    factors = _factorise(operator, matrix, of_singular_values=of_singular_values)
+    return [
+        _of_factors(operator, matrix, factors, function, gradient, execution)
+        for function in functions
+    ]
+
+
+class _Factors(eqx.Module):
+    """`A = U diag(nodes) V*`.
+
+    - `left`, `right`: U and V*.
+    - `extremes`: the smallest and the largest node.
+    - `error`: the size of errors of nodes.
+    - `tagged_wrongly`: whether the operator is not Hermitian but was tagged so.
+    """
+
+    left: Inexact[Array, "m n"]
+    nodes: Real[Array, " n"]
+    right: Inexact[Array, "n n"]
+    extremes: Real[Array, "2"]
+    error: Real[Array, ""]
+    tagged_wrongly: Bool[Array, ""]
+
+
+def _factorise(
+    operator: FlatOperator, matrix: Inexact[Array, "m n"], *, of_singular_values: bool
+) -> _Factors:
     tagged_wrongly = jnp.zeros((), bool)
-    if function.of_singular_values:
+    if of_singular_values:
         left, nodes, right = svd(matrix)
         noise, ends = 0.0, [-1, 0]  # descending
     else:
@@ -73,13 +115,28 @@ def exact_trace_of_function(
         noise = two_norm(skew) / (2**0.5 * operator.size)
     eps = max(float(jnp.finfo(nodes.dtype).eps), operator.error)
     error = jnp.hypot(eps * jnp.max(jnp.abs(nodes)), noise)
-    estimate = _sum_over(operator, function, nodes, nodes[jnp.array(ends)], error)
-    lost = failure(tagged_wrongly, RESULTS.precision_lost)
+    extremes = nodes[jnp.array(ends)]
+    return _Factors(left, nodes, right, extremes, error, tagged_wrongly)
+
+
+def _of_factors(
+    operator: FlatOperator,
+    matrix: Inexact[Array, "m n"],
+    factors: _Factors,
+    function: AbstractSpectralFunction,
+    gradient: AbstractFunctionGradient,
+    execution: AbstractExecution,
+) -> Estimate:
+    """The trace of a function of a factorised operator."""
+    nodes = factors.nodes
+    estimate = _sum_over(operator, function, nodes, factors.extremes, factors.error)
+    lost = failure(factors.tagged_wrongly, RESULTS.precision_lost)
     if isinstance(function, SingularLog):
         estimate.extra["sign"] = determinant_sign(matrix)
     # L = f'(A)*, or U f'(S) V* for functions of singular values.
-    left = left * subgradients_at(function, nodes, operator.eps).conj()
-    left = jnp.matmul(left, right, precision="highest")
+    left = factors.left * subgradients_at(function, nodes, operator.eps).conj()
+    left = jnp.matmul(left, factors.right, precision="highest")
+    eye = jnp.eye(operator.size, dtype=operator.dtype)
     frame = gradient.frame(function, left, eye, eye)
     value = attach(operator, estimate.value, frame, execution=execution)
     result = first_failure(estimate.result, lost)

@@ -177,7 +177,8 @@ class ControlledFunction(AbstractTask):
             ]
             return jnp.maximum(*steps)
 
-        steps, k = Steps.resumed(task.num_steps, choose, k)
+        num_steps: Any = task.num_steps  # `controlled_function` refuses random ones
+        steps, k = Steps.resumed(num_steps, choose, k)
 
         body = self._body(krylov, steps, draw)
         known = jax.lax.stop_gradient(self.known)

@@ -112,12 +112,12 @@ class DeflatedForms(eqx.Module):
 
     def form(
         self, flat: FlatOperator, index: Int[Array, ""], steps: Steps, columns: int
-    ) -> tuple[QuadraticForm, Inexact[Array, " n"]]:
+    ) -> tuple[tuple[QuadraticForm], Inexact[Array, " n"]]:
         """The quadratic form of one probe, by `steps.made` matvecs, and the probe."""
         probe = self.probes(flat, index[None])[:, 0]
         state = _LANCZOS.start(flat, probe, steps.most)
         state = _LANCZOS.advance(flat, state, 0, steps.made)
-        return self._read(flat, state, steps.made, columns), probe
+        return (self._read(flat, state, steps.made, columns),), probe
 
     def _read(
         self,

@@ -193,13 +193,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             steps = Steps.of(without_draws, choose)
             num_matvecs = num_matvecs + steps.spent
 
-        def form(flat, index):
-            of_probe, probe = forms.form(flat, index, steps, gradient.columns)
-            return (of_probe,), probe
-
         budget = deflated.budget_after(steps)
         streamed = stream_forms(
-            form,
+            lambda flat, i: forms.form(flat, i, steps, gradient.columns),
             operator=operator,
             functions=(function,),
             gradient=gradient,

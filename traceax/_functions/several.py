@@ -19,7 +19,7 @@ from .._core.flat import FlatOperator
 from .._core.quantity import Trace
 from .._core.results import first_failure
 from .._core.solution import Estimate
-from .._quadrature.function_tree import FunctionTree, members_of
+from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.gradient import attach_derivative
@@ -131,11 +131,10 @@ def join_estimates(function: FunctionTree, estimates: Sequence[Estimate]) -> Est
     )
 
 
-def of_members(
-    function: AbstractSpectralFunction | FunctionTree,
-    estimate: Callable[[AbstractSpectralFunction], Estimate],
+def join_members(
+    function: AbstractSpectralFunction | FunctionTree, estimates: Sequence[Estimate]
 ) -> Estimate:
-    """The `estimate` of a function, or of all functions of a tree."""
+    """The estimate of a function, or of all functions of a tree."""
     if not isinstance(function, FunctionTree):
-        return estimate(function)
-    return join_estimates(function, list(map(estimate, members_of(function))))
+        return estimates[0]
+    return join_estimates(function, estimates)

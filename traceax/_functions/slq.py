@@ -13,6 +13,7 @@ docs/devdocs/quadrature.md.
 
 import dataclasses
 import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -152,70 +153,42 @@ class SLQEstimator(AbstractFunctionEstimator):
         execution: AbstractExecution,
         quantity: AbstractQuantity = Trace(),
     ) -> Estimate:
-        krylov, bound = self.method(operator, function), self.lower_bound
-        functions = members_of(function)
-        if isinstance(function, FunctionTree):
-            refuse_random_steps(num_steps)
-
-        def draw(flat, indices):
-            return draw_for(flat, self.sampler, key, indices)
-
+        krylov, functions = self.method(operator, function), members_of(function)
         num_strata = self.sampler.num_strata
         k = in_sweeps(k, num_strata)
-
-        def excess(value, bracket, deviation, values=None):
-            return excess_of_bracket(
-                value,
-                bracket,
-                deviation,
-                operator,
-                k,
-                quantity,
-                num_strata,
-                values=values,
-            )
-
-        def choose(adaptive):
-            # With the first probe. Its form is computed again below: the mean is over
-            # forms of the same number of steps.
-            probe = draw(operator, jnp.zeros(1, int))[:, 0]
-            return choose_steps_of_form(
-                adaptive,
-                krylov=krylov,
-                operator=operator,
-                functions=functions,
-                bound=bound,
-                probe=probe,
-                excess=excess,
-                execution=execution,
-            )
-
+        excess = ft.partial(
+            excess_of_bracket,
+            operator=operator,
+            k=k,
+            quantity=quantity,
+            num_strata=num_strata,
+        )
+        settings: dict[str, Any] = {"krylov": krylov, "operator": operator, "key": key}
+        settings |= {"k": k, "execution": execution}
         runs = None
         if isinstance(num_steps, RandomSteps):
+            if isinstance(function, FunctionTree):
+                refuse_random_steps(num_steps)
             runs, k = RandomRuns.of(
                 num_steps,
-                krylov=krylov,
-                operator=operator,
                 function=functions[0],
-                lower_bound=bound,
+                lower_bound=self.lower_bound,
                 sampler=self.sampler,
-                key=key,
-                k=k,
-                execution=execution,
+                **settings,
             )
             steps = runs.steps
         else:
-            steps, k = Steps.resumed(num_steps, choose, k)
+            steps, k = self._steps(num_steps, functions, excess=excess, **settings)
 
         def forms(flat, index):
-            probe, made = draw(flat, index[None])[:, 0], steps.made
+            probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
             if runs is not None:
                 return (runs.form(flat, probe, index, gradient.columns),), probe
             state = krylov.start(flat, probe, steps.most)
-            state = krylov.advance(flat, state, 0, made)
+            state = krylov.advance(flat, state, 0, steps.made)
             # By position: parameters of a user's method may have other names.
-            settings = bound, gradient.columns
-            read = ft.partial(krylov.read, flat, state, made)
+            read = ft.partial(krylov.read, flat, state, steps.made)
+            settings = self.lower_bound, gradient.columns
             return [read(each, *settings) for each in functions], probe
 
         streamed = stream_forms(
@@ -254,6 +227,37 @@ class SLQEstimator(AbstractFunctionEstimator):
             ),
             method=f"{type(self).__name__} with {krylov.title}",
         )
+
+    def _steps(
+        self,
+        num_steps: int | AdaptiveSteps,
+        functions: Sequence[AbstractSpectralFunction],
+        *,
+        krylov: AbstractKrylovMethod,
+        operator: FlatOperator,
+        key: PRNGKeyArray | None,
+        k: int | Budget,
+        excess: Callable[..., Real[Array, ""]],
+        execution: AbstractExecution,
+    ) -> tuple[Steps, int | Budget]:
+        """The number of steps, and k with the state that its loop resumes."""
+
+        def choose(adaptive):
+            # With the first probe. Its form is computed again later: the mean is over
+            # forms of the same number of steps.
+            probe = draw_for(operator, self.sampler, key, jnp.zeros(1, int))[:, 0]
+            return choose_steps_of_form(
+                adaptive,
+                krylov=krylov,
+                operator=operator,
+                functions=functions,
+                bound=self.lower_bound,
+                probe=probe,
+                excess=excess,
+                execution=execution,
+            )
+
+        return Steps.resumed(num_steps, choose, k)
 
     def _isotropic_columns(
         self,

@@ -26,6 +26,7 @@ PDE approximations", SIAM Review 42, 2000. Solving twice: Higham, Accuracy and S
 of Numerical Algorithms, chapter 12 (iterative refinement).
 """
 
+import functools as ft
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -78,20 +79,20 @@ class Operators(eqx.Module):
 
     - `flat`: A.
     - `others`: the operators that words name by their indices.
-    - `solve`: how systems with A are solved.
+    - `method`: how systems with A are solved.
     """
 
     flat: FlatOperator
     others: tuple[FlatOperator, ...]
-    solve: AbstractSolve
+    method: AbstractSolve
 
     def solve_twice(
         self, first: Array, second: Array, report: Report, *, adjoint: bool = False
     ) -> tuple[Solution, Report]:
         """Solve a system for right-hand sides of both kinds."""
         apply = self.flat.adjoint_mv if adjoint else self.flat.mv
-        start, result, steps = self.solve(self.flat, first, adjoint=adjoint)
-        change, other, more = self.solve(
+        start, result, steps = self.method(self.flat, first, adjoint=adjoint)
+        change, other, more = self.method(
             self.flat, second - apply(start), adjoint=adjoint
         )
         solution = start + change
@@ -133,7 +134,7 @@ class _Frame(AbstractFrame):
         frozen, lefts = freeze(self.operators), [self.left_vector]
         for index in self.word[:-1]:
             image = frozen.others[index].adjoint_mv(lefts[-1])
-            lefts.append(frozen.solve(frozen.flat, image, adjoint=True)[0])
+            lefts.append(frozen.method(frozen.flat, image, adjoint=True)[0])
         return lefts
 
     def _solution(self, word: Word) -> Array:
@@ -144,7 +145,7 @@ class _Frame(AbstractFrame):
         if word:
             inner = self._solution(word[1:]) if word[1:] else self.probe
             image = frozen.others[word[0]].mv(inner)
-        return frozen.solve(frozen.flat, image, adjoint=False)[0]
+        return frozen.method(frozen.flat, image, adjoint=False)[0]
 
     @property
     def right(self) -> Inexact[Array, "n p"]:  # pyright: ignore
@@ -203,10 +204,17 @@ def sample_words(
             value += dot(x.residual, dual.second)
         error, size = jnp.abs(value - before), norm_bound(jnp.abs(x.second * second))
         mark = dot(rotate(x.second), second)
-        common = operators, probe, x.second, rights, word
-        value = attach(operators.flat, value, _Frame(*common, None), execution=Local())
+        frame_of: Any = ft.partial(
+            _Frame,  # pyright: ignore[reportCallIssue]
+            operators=operators,
+            probe=probe,
+            left_vector=x.second,
+            rights=rights,
+            word=word,
+        )
+        value = attach(operators.flat, value, frame_of(position=None), execution=Local())
         for position, index in enumerate(word):
-            frame = _Frame(*common, position)
+            frame = frame_of(position=position)
             value = attach(operators.others[index], value, frame, execution=Local())
         rows.append((value, error, size, mark))
     return Sample(*map(jnp.stack, zip(*rows, strict=True)), report)
@@ -221,10 +229,11 @@ def _solutions(
     solutions: dict[Word, Solution] = {}
     for suffix in suffixes(words):
         first = second = probe
-        if len(suffix) > 1:
-            inner = solutions[suffix[1:]]
+        letter, *rest = suffix
+        if rest:
+            inner = solutions[tuple(rest)]
             first, second = inner.first, inner.second
-        mv = frozen.others[suffix[0]].mv
+        mv = frozen.others[letter].mv
         solutions[suffix], report = frozen.solve_twice(mv(first), mv(second), report)
     if frozen.flat.hermitian:
         solutions[()] = x

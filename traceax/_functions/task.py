@@ -12,17 +12,17 @@ from .._core.quantity import AbstractQuantity, Trace
 from .._core.shifted import Shifted
 from .._core.solution import Estimate
 from .._operators.door import Facts
-from .._quadrature.function_tree import FunctionTree
+from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
 from .._run.random_steps import RandomSteps
 from .._run.solve import AbstractTask
 from .._run.steps import AdaptiveSteps, exact_limit
-from .all_eigenvalues import exact_trace_of_function, trace_from_eigenvalues
+from .all_eigenvalues import exact_traces, trace_from_eigenvalues
 from .base import AbstractFunctionEstimator
 from .gradients import AbstractFunctionGradient
-from .several import of_members
+from .several import join_members
 
 
 # A probe takes about so many matvecs or more, so n of them are spent by n / 8 probes, and
@@ -109,10 +109,11 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
         operand, eigenvalues = self.operand(operator), facts.spectrum.eigenvalues
         if operand is not operator:  # its negative
             eigenvalues = -eigenvalues
-        estimate = of_members(
-            self.function, lambda fn: trace_from_eigenvalues(operand, fn, eigenvalues)
-        )
-        return self.finish(operator, estimate)
+        estimates = [
+            trace_from_eigenvalues(operand, function, eigenvalues)
+            for function in members_of(self.function)
+        ]
+        return self.finish(operator, join_members(self.function, estimates))
 
     def finish(self, operator: FlatOperator, estimate: Estimate) -> Estimate:
         """The estimate, post-processed."""
@@ -124,10 +125,9 @@ class AbstractFunctionTask(AbstractTaskOfFunction):
         if self.is_known(facts):
             return self._moved(self.known(operator, facts))
         operand = self.operand(operator)
-        estimate = of_members(
-            self.function,
-            lambda fn: exact_trace_of_function(operand, fn, self.gradient, execution),
-        )
+        functions = members_of(self.function)
+        estimates = exact_traces(operand, functions, self.gradient, execution)
+        estimate = join_members(self.function, estimates)
         return self._moved(self.finish(operator, estimate))
 
     def run(

@@ -12,7 +12,6 @@ from jaxtyping import Array, DTypeLike
 from .._core.arithmetic import standard_promotion
 from .._core.code import FlatFunction
 from .base import AbstractSpectralFunction
-from .domain import is_complex_on_reals
 from .function_tree import FunctionTree
 
 
@@ -79,12 +78,6 @@ def as_functions(
         raise ValueError(
             "`function` must have functions of eigenvalues only, or of singular values "
             f"only. Found {[type(x).__name__ for x in members]}. Make two calls."
-        )
-    if hermitian and len({is_complex_on_reals(x, dtype) for x in members}) > 1:
-        raise ValueError(
-            "`function` must have functions with real values only, or with complex "
-            f"values only. Found both among {[type(x).__name__ for x in members]}. Make "
-            "two calls."
         )
     return FunctionTree(members, treedef)
 
