@@ -217,7 +217,8 @@ def sample_words(
             frame = frame_of(position=position)
             value = attach(operators.others[index], value, frame, execution=Local())
         rows.append((value, error, size, mark))
-    return Sample(*map(jnp.stack, zip(*rows, strict=True)), report)
+    values, errors, sizes, marks = map(jnp.stack, zip(*rows, strict=True))
+    return Sample(values, errors, sizes, marks, report)
 
 
 def _solutions(
