@@ -78,20 +78,20 @@ class Operators(eqx.Module):
 
     - `flat`: A.
     - `others`: the operators that words name by their indices.
-    - `solve`: how systems with A are solved.
+    - `method`: how systems with A are solved.
     """
 
     flat: FlatOperator
     others: tuple[FlatOperator, ...]
-    solve: AbstractSolve
+    method: AbstractSolve
 
     def solve_twice(
         self, first: Array, second: Array, report: Report, *, adjoint: bool = False
     ) -> tuple[Solution, Report]:
         """Solve a system for right-hand sides of both kinds."""
         apply = self.flat.adjoint_mv if adjoint else self.flat.mv
-        start, result, steps = self.solve(self.flat, first, adjoint=adjoint)
-        change, other, more = self.solve(
+        start, result, steps = self.method(self.flat, first, adjoint=adjoint)
+        change, other, more = self.method(
             self.flat, second - apply(start), adjoint=adjoint
         )
         solution = start + change
@@ -133,7 +133,7 @@ class _Frame(AbstractFrame):
         frozen, lefts = freeze(self.operators), [self.left_vector]
         for index in self.word[:-1]:
             image = frozen.others[index].adjoint_mv(lefts[-1])
-            lefts.append(frozen.solve(frozen.flat, image, adjoint=True)[0])
+            lefts.append(frozen.method(frozen.flat, image, adjoint=True)[0])
         return lefts
 
     def _solution(self, word: Word) -> Array:
@@ -144,7 +144,7 @@ class _Frame(AbstractFrame):
         if word:
             inner = self._solution(word[1:]) if word[1:] else self.probe
             image = frozen.others[word[0]].mv(inner)
-        return frozen.solve(frozen.flat, image, adjoint=False)[0]
+        return frozen.method(frozen.flat, image, adjoint=False)[0]
 
     @property
     def right(self) -> Inexact[Array, "n p"]:  # pyright: ignore
@@ -188,13 +188,7 @@ def sample_words(
     rights = {word: solution.second for word, solution in solutions.items()}
     rows = []
     for word in words:
-        first = second = probe
-        if len(word) > 1:
-            inner = solutions[word[1:]]
-            first, second = inner.first, inner.second
-        if word:
-            mv = frozen.others[word[0]].mv
-            first, second = mv(first), mv(second)
+        first, second = _right_sides(frozen, solutions, word, probe)
         before, value = dot(x.first, first), dot(x.second, second)
         if word in solutions:
             dual = solutions[word]
@@ -203,13 +197,37 @@ def sample_words(
             value += dot(x.residual, dual.second)
         error, size = jnp.abs(value - before), norm_bound(jnp.abs(x.second * second))
         mark = dot(rotate(x.second), second)
-        common = operators, probe, x.second, rights, word
-        value = attach(operators.flat, value, _Frame(*common, None), execution=Local())
-        for position, index in enumerate(word):
-            frame = _Frame(*common, position)
-            value = attach(operators.others[index], value, frame, execution=Local())
+        for position in (None, *range(len(word))):
+            varied = operators.flat
+            if position is not None:
+                varied = operators.others[word[position]]
+            frame = _Frame(  # pyright: ignore[reportCallIssue]
+                operators=operators,
+                probe=probe,
+                left_vector=x.second,
+                rights=rights,
+                word=word,
+                position=position,
+            )
+            value = attach(varied, value, frame, execution=Local())
         rows.append((value, error, size, mark))
-    return Sample(*map(jnp.stack, zip(*rows, strict=True)), report)
+    values, errors, sizes, marks = map(jnp.stack, zip(*rows, strict=True))
+    return Sample(values, errors, sizes, marks, report)
+
+
+def _right_sides(
+    frozen: Operators, solutions: dict[Word, Solution], word: Word, probe: Array
+) -> tuple[Array, Array]:
+    """The right-hand sides of both kinds of the system for `y_1` of a word."""
+    if not word:
+        return probe, probe
+    index, *rest = word
+    mv = frozen.others[index].mv
+    if not rest:
+        image = mv(probe)
+        return image, image
+    inner = solutions[tuple(rest)]
+    return mv(inner.first), mv(inner.second)
 
 
 def _solutions(
@@ -220,12 +238,8 @@ def _solutions(
     x, report = frozen.solve_twice(probe, probe, report, adjoint=True)
     solutions: dict[Word, Solution] = {}
     for suffix in suffixes(words):
-        first = second = probe
-        if len(suffix) > 1:
-            inner = solutions[suffix[1:]]
-            first, second = inner.first, inner.second
-        mv = frozen.others[suffix[0]].mv
-        solutions[suffix], report = frozen.solve_twice(mv(first), mv(second), report)
+        sides = _right_sides(frozen, solutions, suffix, probe)
+        solutions[suffix], report = frozen.solve_twice(*sides, report)
     if frozen.flat.hermitian:
         solutions[()] = x
     return x, solutions, report
