@@ -68,7 +68,7 @@ class IterativeSolve(AbstractSolve):
         right, mv = vector / unit, lambda x: apply(x) / self.scale
         is_complex = jnp.iscomplexobj(right)
         if is_complex:
-            # `lineax.CG` is for real vectors.
+            # Solvers of lineax are for real vectors.
             complex_mv, right = mv, _split(right)
             mv = lambda x: _split(complex_mv(_join(x)))  # noqa: E731
         # Inside of `shard_map` the mesh is a part of the type.

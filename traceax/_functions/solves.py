@@ -26,7 +26,6 @@ PDE approximations", SIAM Review 42, 2000. Solving twice: Higham, Accuracy and S
 of Numerical Algorithms, chapter 12 (iterative refinement).
 """
 
-import functools as ft
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -189,13 +188,7 @@ def sample_words(
     rights = {word: solution.second for word, solution in solutions.items()}
     rows = []
     for word in words:
-        first = second = probe
-        if len(word) > 1:
-            inner = solutions[word[1:]]
-            first, second = inner.first, inner.second
-        if word:
-            mv = frozen.others[word[0]].mv
-            first, second = mv(first), mv(second)
+        first, second = _right_sides(frozen, solutions, word, probe)
         before, value = dot(x.first, first), dot(x.second, second)
         if word in solutions:
             dual = solutions[word]
@@ -204,21 +197,37 @@ def sample_words(
             value += dot(x.residual, dual.second)
         error, size = jnp.abs(value - before), norm_bound(jnp.abs(x.second * second))
         mark = dot(rotate(x.second), second)
-        frame_of: Any = ft.partial(
-            _Frame,  # pyright: ignore[reportCallIssue]
-            operators=operators,
-            probe=probe,
-            left_vector=x.second,
-            rights=rights,
-            word=word,
-        )
-        value = attach(operators.flat, value, frame_of(position=None), execution=Local())
-        for position, index in enumerate(word):
-            frame = frame_of(position=position)
-            value = attach(operators.others[index], value, frame, execution=Local())
+        for position in (None, *range(len(word))):
+            varied = operators.flat
+            if position is not None:
+                varied = operators.others[word[position]]
+            frame = _Frame(  # pyright: ignore[reportCallIssue]
+                operators=operators,
+                probe=probe,
+                left_vector=x.second,
+                rights=rights,
+                word=word,
+                position=position,
+            )
+            value = attach(varied, value, frame, execution=Local())
         rows.append((value, error, size, mark))
     values, errors, sizes, marks = map(jnp.stack, zip(*rows, strict=True))
     return Sample(values, errors, sizes, marks, report)
+
+
+def _right_sides(
+    frozen: Operators, solutions: dict[Word, Solution], word: Word, probe: Array
+) -> tuple[Array, Array]:
+    """The right-hand sides of both kinds of the system for `y_1` of a word."""
+    if not word:
+        return probe, probe
+    index, *rest = word
+    mv = frozen.others[index].mv
+    if not rest:
+        image = mv(probe)
+        return image, image
+    inner = solutions[tuple(rest)]
+    return mv(inner.first), mv(inner.second)
 
 
 def _solutions(
@@ -229,13 +238,8 @@ def _solutions(
     x, report = frozen.solve_twice(probe, probe, report, adjoint=True)
     solutions: dict[Word, Solution] = {}
     for suffix in suffixes(words):
-        first = second = probe
-        letter, *rest = suffix
-        if rest:
-            inner = solutions[tuple(rest)]
-            first, second = inner.first, inner.second
-        mv = frozen.others[letter].mv
-        solutions[suffix], report = frozen.solve_twice(mv(first), mv(second), report)
+        sides = _right_sides(frozen, solutions, suffix, probe)
+        solutions[suffix], report = frozen.solve_twice(*sides, report)
     if frozen.flat.hermitian:
         solutions[()] = x
     return x, solutions, report
