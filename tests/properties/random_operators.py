@@ -281,6 +281,12 @@ def coloured_logdet(operator, matrix, settings):
     return tx.logdet(operator, tx.SLQEstimator(colours(len(matrix))), **settings)
 
 
+def random_logdet(operator, matrix, settings):
+    start = settings.get("num_steps", 8)
+    steps = tx.RandomSteps(start, max_steps=max(24, start))
+    return tx.logdet(operator, **settings | {"num_steps": steps})
+
+
 def leaf_traces(matrix):
     n = len(matrix)
     rows = max(0, n - 4) // 3
@@ -465,6 +471,11 @@ QUANTITIES = {
     ),
     "logdet": Quantity(by(tx.logdet), logdet, **DEFINITE),
     "coloured-logdet": Quantity(coloured_logdet, logdet, **DEFINITE),
+    "random-logdet": Quantity(
+        random_logdet,
+        logdet,
+        **DEFINITE | {"most": lambda k, num_steps: max(24, num_steps) * (k + 1)},
+    ),
     "logdet-general": Quantity(
         by(tx.logdet),
         logdet,
