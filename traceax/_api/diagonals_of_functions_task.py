@@ -214,11 +214,19 @@ class DiagonalsOfFunctions(AbstractTask):
 
     def _split(self, estimate: Estimate) -> list[Estimate]:
         """The estimate of each function."""
-        split = self.quantity.split
-        pairs = zip(split(estimate.value), split(estimate.std_err), strict=True)
+        names = ("value", "std_err", "magnitude")
+        split = zip(
+            *(self.quantity.split(getattr(estimate, name)) for name in names), strict=True
+        )
+        # The samples and their skewness are those of all functions together.
         return [
-            dataclasses.replace(estimate, value=value, std_err=std_err)
-            for value, std_err in pairs
+            dataclasses.replace(
+                estimate,
+                samples=None,
+                skewness=None,
+                **dict(zip(names, arrays, strict=True)),
+            )
+            for arrays in split
         ]
 
     def _join(self, whole: Estimate, parts: list[Estimate]) -> Estimate:
