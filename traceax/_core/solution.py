@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
+from .arithmetic import standard_promotion
 from .interval import check_confidence, interval_of, TESTED_CONFIDENCE
 from .report import as_number, describe_solution, fetch, has_numbers, reading
 from .results import failure, first_failure, RESULTS
@@ -320,7 +321,8 @@ class Solution(eqx.Module, Generic[_ValueT]):
         diagonals and other arrays have no covariance; a `ValueError` is raised if there
         is nothing else."""
         self._refuse_batch("covariance")
-        return Scalars.of(self.value, self.std_err, self.stats).covariance
+        with standard_promotion():
+            return Scalars.of(self.value, self.std_err, self.stats).covariance
 
     def _refuse_batch(self, attribute: str) -> None:
         # The samples of a batch would be taken for those of one mean.

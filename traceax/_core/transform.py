@@ -58,10 +58,11 @@ def propagate(
     rounding: Real[Array, " p"],
     correlation: Correlation,
     quantile: Real[Array, ""],
+    reach: Real[Array, " p"],
 ) -> Propagated:
     """The error bars of `fn(at)` from those of its arguments, of which `rounding` is the
-    part that is independent in each. `quantile` is half the width of their intervals, in
-    standard errors."""
+    part that is independent in each. `quantile` times `reach` is half the width of their
+    intervals, in which critical numbers must not be zero."""
     known = jnp.isfinite(std_err)
     finite = jnp.where(known, std_err, 0)
 
@@ -93,7 +94,11 @@ def propagate(
     total = unit * jnp.sqrt((jnp.sqrt(variance) + longer) ** 2 + second / 2 + bias**2)
     # An argument whose error is not known leaves that of each result unknown.
     unknown = ~known & (jax.jacfwd(fn)(at) != 0)
-    near_zero = _may_be_zero(scaled, origin, share, correlation, quantile)
+    # Not by way of `scaled`: an interval may be wider than the error bar says.
+    reach = jnp.where(jnp.isfinite(reach), reach, 0)
+    near_zero = _may_be_zero(
+        lambda x: fn(at + reach * x), origin, share, correlation, quantile
+    )
     unbounded = jnp.any(unknown, axis=1) | near_zero | ~jnp.isfinite(total)
     size = jnp.sqrt(variance)
     size = jnp.where(size > 0, size, 1)

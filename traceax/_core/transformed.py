@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Real
 
+from .arithmetic import standard_promotion
 from .covariance import (
     Correlation,
     covariance_of,
@@ -128,6 +129,11 @@ def transformed(
 ) -> dict[str, Any]:
     """The value of `fn(value)`, its `std_err` and `stats`, and whether a critical number
     of the function may be zero (`near_zero`)."""
+    with standard_promotion(), jax.default_matmul_precision("highest"):
+        return _transformed(fn, value, std_err, stats)
+
+
+def _transformed(fn, value, std_err, stats) -> dict[str, Any]:
     results, (leaves, treedef) = fn(value), jax.tree.flatten(value)
     leaves, std_err, stats = jax.lax.stop_gradient((leaves, std_err, stats))
     scalars, dtype = Scalars.of(leaves, std_err, stats), leaves[0].dtype
@@ -144,7 +150,12 @@ def transformed(
     flat = jax.lax.stop_gradient(jnp.stack(jax.tree.leaves(results)))
     confidence = jnp.asarray(0.95, scalars.value.dtype)
     counts = {x: stats[x] for x in ("num_samples", "freedom") if x in stats}
-    settings = {"quantile": sampling_quantiles(confidence, flat[0], counts)}
+    quantile = sampling_quantiles(confidence, flat[0], counts)
+    reach = scalars.std_err
+    if "bounds" in stats:
+        distance, bars = _errors_of_bounds(stats["bounds"], scalars)
+        reach = jnp.maximum(reach, bars + distance / quantile)
+    settings = {"quantile": quantile, "reach": reach}
     settings |= {"correlation": scalars.correlation, "rounding": scalars.rounding}
     whole = propagate(evaluate, scalars.value, scalars.std_err, **settings)
     sizes = jnp.where(jnp.isfinite(scalars.std_err), scalars.std_err, 0)
@@ -178,12 +189,10 @@ def transformed(
             new["rounding_std_err"] = arrange(rounding)
     for name in ("bounds", "proven_bounds"):
         if name in stats:
-            pairs = [x for x in jax.tree.leaves(stats[name]) if x.ndim == 2]
-            distance, bars = _errors_of_bounds(jnp.stack(pairs), scalars)
+            distance, bars = _errors_of_bounds(stats[name], scalars)
             sampling = propagate(evaluate, scalars.value, bars, **settings).std_err
-            terms = jnp.where(slopes == 0, 0, jnp.abs(slopes)) * jnp.where(
-                slopes == 0, 0, distance
-            )
+            # Not infinity times 0.
+            terms = jnp.abs(slopes) * jnp.where(slopes == 0, 0, distance)
             apart = _magnitude(jnp.sum(terms, axis=1), flat.dtype)
             sampling = _magnitude(sampling, flat.dtype)
             ends = jnp.stack([flat.real - apart, flat.real + apart])
@@ -205,11 +214,12 @@ def _magnitude(parts: Real[Array, " p"], dtype: jnp.dtype) -> Real[Array, " o"]:
 
 
 def _errors_of_bounds(
-    bounds: Real[Array, "q 2 2"], scalars: Scalars
+    bounds: PyTree[Array], scalars: Scalars
 ) -> tuple[Real[Array, " p"], Real[Array, " p"]]:
     """The larger distance of each scalar from its bounds, and their larger standard
     error."""
-    ends, bars = bounds[:, :, 0], jnp.max(bounds[:, :, 1], axis=1)
+    pairs = jnp.stack([x for x in jax.tree.leaves(bounds) if x.ndim == 2])
+    ends, bars = pairs[:, :, 0], jnp.max(pairs[:, :, 1], axis=1)
     middle = scalars.value[: len(ends), None]
     distance = jnp.where(ends == middle, 0, jnp.abs(ends - middle))
     repeat = lambda x: jnp.resize(x, scalars.value.shape)  # noqa: E731
