@@ -65,7 +65,7 @@ def same(found, expected, rtol=1e-7):
     return jax.tree.all(jax.tree.map(close, found, expected))
 
 
-@pytest.mark.slow(but=("HutchinsonEstimator-2", "XTraceEstimator"))
+@pytest.mark.slow(but=("HutchinsonEstimator-2", "XTraceEstimator-1"))
 @every_estimator
 def test_each_is_what_it_is_alone(estimator):
     found = solve(MATRIX, OTHER, estimator, KEY)
@@ -101,7 +101,7 @@ def correlations(matrix, other, estimator, keys):
     return jax.lax.map(one, keys)
 
 
-@pytest.mark.slow(but=("HutchinsonEstimator-2", "XNysTraceEstimator"))
+@pytest.mark.slow(but=("HutchinsonEstimator-2", "XNysTraceEstimator-1"))
 @every_estimator
 def test_correlation_is_that_of_the_estimates(estimator):
     """That of 400 estimates is known to 0.05; 5 numbers have 10 of them, so that one of

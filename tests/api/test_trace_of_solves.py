@@ -161,6 +161,7 @@ def test_derivatives_are_those_of_the_value(k):
             jax.hessian(lambda t: value(t)["two"])(0.3)
 
 
+@pytest.mark.slow
 def test_devices_and_adaptive_budgets():
     a = hermitian(0, np.geomspace(0.1, 1, N))
     mesh = jax.make_mesh((2,), ("probes",), devices=jax.devices()[:2])
