@@ -69,6 +69,17 @@ def test_each_is_what_it_is_alone():
     np.testing.assert_allclose(np.diag(together.covariance), errors**2)
 
 
+def test_a_tree_of_one():
+    """It keeps its structure, and `print` shows its interval."""
+    alone = tx.trace_of_function(operator(), tx.Exp(-1.0), **FIXED)
+    tree = tx.trace_of_function(operator(), {"Z": tx.Exp(-1.0)}, **FIXED)
+    np.testing.assert_allclose(tree.value["Z"], alone.value, rtol=1e-12)
+    np.testing.assert_allclose(tree.std_err["Z"], alone.std_err, rtol=1e-12)
+    ends = [f"{end:.1f}" for end in alone.interval()]
+    assert "Trace of Exp" in repr(tree)
+    assert all(end in repr(tree) for end in ends), tree
+
+
 def test_exact():
     """By budget, and where steps are too few; a function of exact answers is exact."""
     for k in (N, tx.Adaptive(rtol=1e-9)):

@@ -173,7 +173,9 @@ def describe_solution(
     one, *others = leaves
     single = not others and one.value.ndim == 0
     if single and not exact and one.error > 0 and one.std_err < math.inf:
-        rows.append(("95% interval", one.describe_interval(*interval())))
+        # Of a container with one leaf, that leaf.
+        low, high = jax.tree.leaves(interval())
+        rows.append(("95% interval", one.describe_interval(low, high)))
     if "num_matvecs" in stats:
         rows.append(("cost of each" if batch else "cost", _cost(stats, exact)))
     return table(title, rows)

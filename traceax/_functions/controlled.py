@@ -169,7 +169,7 @@ class ControlledFunction(AbstractTask):
 
         def choose(adaptive):
             # For both operators, since the errors of both count.
-            settings = {"krylov": krylov, "functions": [function], "bound": bound}
+            settings = {"krylov": krylov, "function": function, "bound": bound}
             settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
             steps = [
                 choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)

@@ -197,7 +197,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(
             lambda flat, i: forms.form(flat, i, steps, gradient.columns),
             operator=operator,
-            functions=(function,),
+            function=function,
             gradient=gradient,
             k=budget,
             execution=execution,
@@ -277,7 +277,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 adaptive,
                 krylov=Lanczos(),
                 operator=operator,
-                functions=(function,),
+                function=function,
                 bound=None,
                 probe=probe,
                 excess=excess,

@@ -25,6 +25,7 @@ from .._core.solution import Estimate
 from .._core.strata import merge_moments, moments_of, Strata, StratifiedMoments
 from .._quadrature.convergence import Convergence
 from .._quadrature.domain import check_domain
+from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm, spectral_range
 from .._quadrature.rounding import check_precision
@@ -201,7 +202,7 @@ def stream_forms(
         tuple[Sequence[QuadraticForm], Inexact[Array, " n"]],
     ],
     operator: FlatOperator,
-    functions: Sequence[AbstractSpectralFunction],
+    function: AbstractSpectralFunction | FunctionTree,
     gradient: AbstractFunctionGradient,
     k: int | Budget,
     execution: AbstractExecution,
@@ -211,10 +212,12 @@ def stream_forms(
     quantity: AbstractQuantity,
 ) -> Streamed:
     """Quadratic forms for the whole budget, with their derivatives. `forms(operator, i)`
-    is the form of each of the `functions` for probe i of the `sampler`, and that probe.
-    Samples are numbers for one function, and arrays of shape `(f,)` for several. Streamed
+    is the form of each function for probe i of the `sampler`, and that probe. Samples are
+    numbers for one function, and arrays of shape `(f,)` for a tree of functions. Streamed
     with each sample are the errors of its forms as in `_MEANS`, the residuals of their
     derivatives, the extreme Ritz values, and i where there are several strata."""
+
+    functions, single = members_of(function), not isinstance(function, FunctionTree)
 
     def numbers_of(flat, function, form, probe):
         frame = gradient.frame(function, form.left.T, form.right.T, probe[:, None])
@@ -227,7 +230,7 @@ def stream_forms(
         pairs = zip(functions, of_each, strict=True)
         numbers = [numbers_of(flat, function, form, probe) for function, form in pairs]
         value, errors, residual = numbers[0]
-        if len(numbers) > 1:
+        if not single:
             value, errors, residual = map(jnp.stack, zip(*numbers, strict=True))
         stratum = index if sampler.num_strata > 1 else None
         return value, (errors, of_each[0].extremes, residual, stratum)
@@ -237,7 +240,7 @@ def stream_forms(
         strata = None
         if indices is not None:
             strata = sampler.strata(indices, entrywise=False)
-        if len(functions) == 1:
+        if single:
             moments = FormMoments.of(samples, errors, valid, strata)
         else:
             each = range(len(functions))

@@ -13,7 +13,7 @@ docs/devdocs/quadrature.md.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -178,7 +178,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             )
             steps = runs.steps
         else:
-            steps, k = self._steps(num_steps, functions, excess=excess, **settings)
+            steps, k = self._steps(num_steps, function, excess=excess, **settings)
 
         def forms(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
@@ -194,7 +194,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         streamed = stream_forms(
             forms,
             operator=operator,
-            functions=functions,
+            function=function,
             gradient=gradient,
             k=k,
             execution=execution,
@@ -231,7 +231,7 @@ class SLQEstimator(AbstractFunctionEstimator):
     def _steps(
         self,
         num_steps: int | AdaptiveSteps,
-        functions: Sequence[AbstractSpectralFunction],
+        function: AbstractSpectralFunction | FunctionTree,
         *,
         krylov: AbstractKrylovMethod,
         operator: FlatOperator,
@@ -250,7 +250,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 adaptive,
                 krylov=krylov,
                 operator=operator,
-                functions=functions,
+                function=function,
                 bound=self.lower_bound,
                 probe=probe,
                 excess=excess,

@@ -25,7 +25,8 @@ class FunctionTree(eqx.Module):
 
     @property
     def title(self) -> str:
-        return f"{len(self.members)} functions"
+        first, *others = self.members
+        return f"{len(self.members)} functions" if others else first.title
 
     def arrange(self, items: list[Any]) -> PyTree[Array]:
         """An item for each function, in the structure of the tree."""

@@ -16,7 +16,7 @@ whose `deviation` `||F - c I||_F` the first probe estimates.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -31,6 +31,7 @@ from .._core.quantity import AbstractQuantity
 from .._core.results import failure, RESULTS
 from .._krylov.base import AbstractKrylovMethod
 from .._quadrature.convergence import Convergence, SEEN_BY_ONE
+from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
 from .budget import Budget
@@ -283,7 +284,7 @@ def choose_steps_of_form(
     adaptive: AdaptiveSteps,
     krylov: AbstractKrylovMethod,
     operator: FlatOperator,
-    functions: Sequence[AbstractSpectralFunction],
+    function: AbstractSpectralFunction | FunctionTree,
     bound: Scalar | float | None,
     probe: Inexact[Array, " n"],
     excess: Callable[..., Real[Array, ""]],
@@ -291,16 +292,17 @@ def choose_steps_of_form(
 ) -> Int[Array, ""]:
     """The number of steps that the quadratic forms of this probe need, one form for each
     function. `excess` is a function of the value of a form, its bracket and its
-    deviation, and of several forms of their `values`; `bound` is a lower bound of the
-    eigenvalues."""
-    bracketed = all(function.bracketed for function in functions)
+    deviation, and for a tree of functions of their `values`; `bound` is a lower bound of
+    the eigenvalues."""
+    bracketed = all(each.bracketed for each in members_of(function))
     first = 1 if bracketed else _FIRST_WITHOUT_BRACKET
-    functions, bound = freeze((functions, bound))
+    function, bound = freeze((function, bound))
 
     def excess_after(flat, state, steps):
         # The derivative is not read here, so one column of it is enough.
-        forms = [krylov.read(flat, state, steps, fn, bound, 1) for fn in functions]
-        if len(forms) == 1:
+        read = ft.partial(krylov.read, flat, state, steps)
+        forms = [read(each, bound, 1) for each in members_of(function)]
+        if not isinstance(function, FunctionTree):
             return excess_of_form(forms[0], excess)
         values = jnp.stack([form.value for form in forms])
         ratios = [excess_of_form(x, ft.partial(excess, values=values)) for x in forms]
