@@ -147,7 +147,8 @@ def diagonal_of_function(
     For a PyTree of functions `value` and `std_err` have a PyTree of the operator's
     structure in place of each function, and `"truncation_error"` and
     `"gradient_residual"` a number. Steps are chosen for the function that needs most, and
-    a tolerance of `k` is one of all diagonals together. There is no `null_space` and no
+    a tolerance of `k` is one of all diagonals together for the sampling error, and one of
+    each diagonal by itself for the number of steps. There is no `null_space` and no
     `deflation`. A derivative takes one more run for each function and probe.
 
     Derivatives, of first order, in the arrays of `operator` and of `function` are

@@ -45,7 +45,7 @@ class TraceOfProduct(AbstractQuantity):
         estimator, key = tx.HutchinsonEstimator(), jax.random.key(0)
         solution = tx.estimate(boltzmann, quantities, estimator, k=10, key=key)
         energy = solution.transform(lambda t: t["sum"] / t["Z"])
-        print(f"{energy.value:.3f}")  # 0.843
+        print(f"{energy.value:.1f}")  # 0.8
         ```
     """
 
