@@ -308,6 +308,11 @@ def exact_joint(matrix):
     return np.array([signs(len(matrix)) @ np.diag(matrix), np.trace(matrix)])
 
 
+def controlled_trace(operator, matrix, settings):
+    control = vectors(enlarged(matrix), ()), jnp.trace(enlarged(matrix))
+    return tx.trace(operator, control=control, **settings)
+
+
 def frobenius_products(operator, matrix, settings):
     diagonal = lx.DiagonalLinearOperator(matrix.diagonal())
     return tx.frobenius_products([operator, diagonal], **settings)
@@ -445,6 +450,7 @@ QUANTITIES = {
     ),
     "leaf-traces": Quantity(by(tx.leaf_traces), leaf_traces, structures=("tree",)),
     "joint": Quantity(joint, exact_joint, structures=("vector",)),
+    "controlled-trace": Quantity(controlled_trace, np.trace, structures=("vector",)),
     "frobenius-norm": Quantity(by(tx.frobenius_norm), np.linalg.norm),
     "frobenius-norm-xnystrace": Quantity(
         by(tx.frobenius_norm, tx.XNysTraceEstimator()), np.linalg.norm, samples=10
