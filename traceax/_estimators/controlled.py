@@ -39,8 +39,8 @@ from .._operators.door import Facts
 from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach_derivative
-from .._run.solve import AbstractTask
 from .._run.stream import stream, Streamed
+from .._run.wrapped import AbstractWrappedTask
 from .auto import AutoTraceEstimator
 from .auto_diagonal import AutoDiagonalEstimator
 from .base import AbstractEstimator, Measurement
@@ -75,7 +75,7 @@ class _Moments(eqx.Module):
         return self.signs.std_err() * self.fit.widening
 
 
-class ControlledMeasurement(AbstractTask):
+class ControlledMeasurement(AbstractWrappedTask):
     """A linear quantity of A with a control, for an operator that stacks A above B.
 
     - `task`: the quantity, with a streaming estimator.
@@ -88,29 +88,9 @@ class ControlledMeasurement(AbstractTask):
     hermitian: bool = eqx.field(static=True)
 
     @property
-    def quantity(self) -> AbstractQuantity:  # pyright: ignore
-        return self.task.quantity
-
-    @property
     def estimator(self) -> AbstractStreamingEstimator:
         assert isinstance(self.task.estimator, AbstractStreamingEstimator)
         return self.task.estimator
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def title(self) -> str:
-        return self.task.title
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.task.min_matvecs
-
-    @property
-    def fallback(self) -> str:
-        return self.task.fallback
 
     def exact(
         self, operator: FlatOperator, facts: Facts, execution: AbstractExecution

@@ -23,13 +23,16 @@ from .._operators.door import EnteredOperator, Facts
 from .._operators.subspace import Subspace
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.wrapped import AbstractSubspaceTask
+from .._run.wrapped import AbstractWrappedTask
 from .base import Measurement
 
 
-class DeflatedMeasurement(AbstractSubspaceTask):
+class DeflatedMeasurement(AbstractWrappedTask):
     """A linear quantity whose part on a subspace is exact. It takes r matvecs of the
-    budget; the exact answer ignores the subspace."""
+    budget; the exact answer ignores the subspace.
+
+    - `columns`: a basis of the subspace, of shape `(n, r)`, of any rank.
+    """
 
     task: Measurement
     columns: Inexact[Array, "n r"]

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.flat import FlatOperator
-from .._core.quantity import AbstractQuantity
 from .._core.results import first_failure
 from .._core.sampler import check_full_support, draw_for
 from .._core.solution import Estimate
@@ -33,9 +32,9 @@ from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach
-from .._run.solve import AbstractTask
 from .._run.steps import choose_steps_of_form, excess_of_bracket, Steps
 from .._run.stream import stream
+from .._run.wrapped import AbstractWrappedTask
 from .controlled_forms import as_streamed, check_known_forms, controlled_moments
 from .samples import estimate_of_forms
 from .slq import SLQEstimator
@@ -48,7 +47,7 @@ from .task import AbstractFunctionTask
 _SHARE_LEFT = 0.03
 
 
-class ControlledFunction(AbstractTask):
+class ControlledFunction(AbstractWrappedTask):
     """The trace of a function of A with a control, for an operator that stacks A above B.
 
     - `task`: the trace of the function.
@@ -60,30 +59,6 @@ class ControlledFunction(AbstractTask):
     known: Inexact[Array, ""]
     hermitian: bool = eqx.field(static=True)
     signs: tuple[int, ...] = eqx.field(static=True)
-
-    @property
-    def quantity(self) -> AbstractQuantity:  # pyright: ignore
-        return self.task.quantity
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def title(self) -> str:
-        return self.task.title
-
-    @property
-    def min_matvecs(self) -> int:
-        return self.task.min_matvecs
-
-    @property
-    def fallback(self) -> str:
-        return self.task.fallback
-
-    @property
-    def chooses_steps(self) -> bool:
-        return self.task.chooses_steps
 
     def exact_limit(self, operator: FlatOperator) -> int:
         return self.task.exact_limit(self._parts(operator)[0])

@@ -12,7 +12,7 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._quadrature.domain import slopes_at, values_at
 from .._quadrature.functions import AbstractSpectralFunction
-from .._run.wrapped import AbstractSubspaceTask
+from .._run.wrapped import AbstractWrappedTask
 from .task import AbstractTaskOfFunction
 
 
@@ -71,9 +71,14 @@ def read_on_subspace(
     return total if jnp.iscomplexobj(values) else total.real
 
 
-class AbstractFunctionSubspaceTask(AbstractSubspaceTask):
+class AbstractFunctionSubspaceTask(AbstractWrappedTask):
     """A quantity of a function of an operator, with a subspace treated apart from the
-    rest."""
+    rest.
+
+    - `columns`: a basis of the subspace, of shape `(n, r)`, of any rank.
+    """
+
+    columns: eqx.AbstractVar[Inexact[Array, "n r"]]
 
     def beside(self, known: Array) -> "AbstractFunctionSubspaceTask":
         """The same task, with a further part that is known."""

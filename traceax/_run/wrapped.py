@@ -1,7 +1,6 @@
 """A task that solves another one for an operator made from the user's."""
 
 import equinox as eqx
-from jaxtyping import Array, Inexact
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
@@ -10,14 +9,11 @@ from .budget import Budget
 from .solve import AbstractTask
 
 
-class AbstractSubspaceTask(AbstractTask):
-    """A task that treats a subspace exactly, and leaves the rest to another `task`.
-
-    - `columns`: a basis of the subspace, of shape `(n, r)`, of any rank.
-    """
+class AbstractWrappedTask(AbstractTask):
+    """A task that answers as another `task` does, by another way: with a subspace apart,
+    or with a control."""
 
     task: eqx.AbstractVar[AbstractTask]
-    columns: eqx.AbstractVar[Inexact[Array, "n r"]]
 
     @property
     def quantity(self) -> AbstractQuantity:  # pyright: ignore
