@@ -66,6 +66,15 @@ def first_over_second(values):
     return values[0] / values[1]
 
 
+def of_minibatches(k, key):
+    """The Gauss-Newton matrix of ten batches of eight examples."""
+    examples, probes = jax.random.split(key)
+    batches = jax.random.normal(examples, (10, 8, N))
+    model, loss = lambda w, x: x @ w, lambda z, _: jnp.mean(z**2) / 2
+    operator = tx.ggn(model, loss, jnp.zeros(N), batches)
+    return tx.minibatch_trace(operator, k=k, key=probes, throw=False)
+
+
 def leaf_traces(estimator, k, key):
     return tx.leaf_traces(on_leaves(A), estimator, k=k, key=key, throw=False)
 
@@ -118,6 +127,18 @@ ROWS = {
         np.trace(A),
         (5, 10, 40),
     ),
+    "entries of a diagonal, with a control": (
+        lambda k, key: tx.diagonal(
+            by_products(A),
+            k=k,
+            key=key,
+            control=(by_products(NEAR), np.diag(NEAR)),
+            throw=False,
+        ),
+        np.diag(A),
+        (5, 10, 40),
+    ),
+    "trace for all data, from minibatches": (of_minibatches, float(N), (5, 10, 40)),
     "log-determinant, with a control": (
         lambda k, key: tx.logdet(
             operator(A),
@@ -159,8 +180,9 @@ def measure(call, exact, k, keys):
     def one(key):
         solution = call(k, key)
         low, high = solution.interval()
-        covers = (low <= exact + 1e-12) & (exact - 1e-12 <= high)
-        return covers, solution.std_err, solution.value - exact, solution.successful
+        covers = jnp.mean((low <= exact + 1e-12) & (exact - 1e-12 <= high))
+        squares = jnp.mean(solution.std_err**2), jnp.mean((solution.value - exact) ** 2)
+        return covers, *squares, solution.successful
 
     return jax.lax.map(one, keys, batch_size=20)
 
@@ -173,10 +195,10 @@ def main(num_keys: int) -> None:
         cells = []
         for k in numbers:
             covers, bar, error, successful = map(
-                np.asarray, measure(call, float(exact), k, keys)
+                np.asarray, measure(call, jnp.asarray(exact), k, keys)
             )
             held, bar, error = (x[successful] for x in (covers, bar, error))
-            ratio = np.sqrt(np.mean(bar**2) / np.mean(error**2))
+            ratio = np.sqrt(np.mean(bar) / np.mean(error))
             flagged = 100 * np.mean(~successful)
             cells.append(f"k = {k}: {np.mean(held):.2f} ({ratio:.2f}, {flagged:.0f}%)")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
