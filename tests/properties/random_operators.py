@@ -491,6 +491,12 @@ QUANTITIES = {
     "inverse": Quantity(
         by(tx.trace_of_function, tx.Inverse()), Spectral(lambda x: 1 / x), **DEFINITE
     ),
+    "inverse-by-solves": Quantity(
+        by(tx.trace_of_solves, ()),
+        Spectral(lambda x: 1 / x),
+        "psd",
+        most=lambda k, num_steps: np.inf,  # as many as the solver takes
+    ),
     "shifted-inverse": Quantity(
         by(tx.trace_of_function, tx.Inverse(0.1)),
         Spectral(lambda x: 1 / (x + 0.1)),
@@ -575,7 +581,7 @@ LINEAR = {
     "nystrompp",
     "xnystrace",
 }
-LINEAR |= {"leaf-traces", "divergence", "laplacian"}
+LINEAR |= {"leaf-traces", "joint", "divergence", "laplacian"}
 LINEAR |= {name for name in QUANTITIES if name.startswith("diagonal")}
 LINEAR -= {"diagonal-of-exp", "diagonal-of-inverse", "diagonal-of-product"}
 
@@ -598,14 +604,18 @@ SHORT = {
         Call("diagonal", BRAIN, k=62),
         Call("diagonal-xdiag", k=62),
         Call("leaf-traces", structure="tree"),
+        Call("joint"),
+        Call("controlled-trace"),
         Call("frobenius-norm"),
         Call("laplacian"),
         Call("schatten-1", k=20),
         Call("logdet", k=20),
         Call("coloured-logdet", k=20),
+        Call("random-logdet", k=20),
         Call("logdet-general", k=20),
         Call("entropy", jnp.float64, k=20),
         Call("inverse", jnp.float64, k=20, num_steps=None),
+        Call("inverse-by-solves", jnp.float64, k=20),
         Call("exp", k=20, structure="sparse"),
         Call("diagonal-of-product", jnp.float64, num_steps=None),
         Call("log-trace-exp", k=20),
