@@ -81,9 +81,9 @@ def trace(
         to both, and the samples are $a_i - c_i (b_i - \mathrm{known})$, with the
         regression coefficient $c_i$ of the other samples: unbiased, for any B. If samples
         of the two have the correlation $\rho$, the variance is $1 - \rho^2$ times as
-        large; from 8 probes on at most 1.4 times that, since $c_i$ has noise. With 4 probes
-        a weak control does harm, and below 4 $c_i$ is 0. `k` counts matvecs with A, and
-        there are as many with B.
+        large; from 8 probes on at most 1.4 times that, since $c_i$ has noise. With 4
+        probes a weak control does harm, and below 4 $c_i$ is 0. `k` counts matvecs with
+        A, and there are as many with B.
     - `execution`: where matvecs are made, and how many at a time. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
