@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
 from .._numerics.reading import Reading
 from .._run.budget import Budget, default_max_k, one_round
+from .._run.forecast import forecast_of_residual
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
@@ -135,6 +136,24 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         (`by_round`), and zero for rounds that were not made.
         """
 
+    def residual(
+        self, state: PyTree[Array], rounds: Int[Array, ""], k: Budget
+    ) -> Real[Array, ""] | None:
+        """A cheap number that falls with the error, from which rounds are forecast that
+        need no `assess`, or `None`: then each round has one. An estimator whose `assess`
+        takes long beside its products overrides this.
+
+        **Arguments:**
+
+        - `state`: the buffers that `rounds` rounds have filled.
+        - `rounds`, `k`: as in `grow`.
+
+        **Returns:**
+
+        The norm of what the newest round adds, up to a constant factor.
+        """
+        return None
+
     def in_rounds(
         self,
         quantity: AbstractQuantity,
@@ -170,12 +189,14 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             small = without(sketch, "frame"), without(reading, "correlation")
             return eqx.filter(small, eqx.is_array), assessment
 
-        def step(buffers, rounds):
-            state, _, _ = buffers
+        def step(buffers, rounds, _):
+            state, result = buffers
             probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
-            state = self.grow(matmat, probes, state, rounds, flat.eps, k)
-            result, assessment = assess_for_loop(state, rounds + 1)
-            return state, result, assessment
+            return self.grow(matmat, probes, state, rounds, flat.eps, k), result
+
+        def assess_buffers(buffers, rounds):
+            result, assessment = assess_for_loop(buffers[0], rounds)
+            return (buffers[0], result), assessment
 
         # Before the first round nothing is good enough: error bars are infinite.
         def blank(x):
@@ -184,10 +205,17 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         state = self.start(flat.size, flat.dtype, k)
         shapes = jax.eval_shape(assess_for_loop, state, jnp.zeros((), jnp.int32))
-        result, assessment = jax.tree.map(blank, shapes)
-        empty = state, result, assessment
-        loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
-        state, (small, reading), _ = loop.state.buffers
+        empty = state, jax.tree.map(blank, shapes[0])
+
+        def residual(buffers, rounds):
+            return self.residual(buffers[0], rounds, k)
+
+        has_residual = (
+            jax.eval_shape(residual, empty, jnp.ones((), jnp.int32)) is not None
+        )
+        forecast = forecast_of_residual(residual) if has_residual else None
+        loop = iterate(k, step, assess_buffers, empty, forecast=forecast)
+        state, (small, reading) = loop.state.buffers
         # Only these two are taken from this: XLA removes the rest of the computation.
         sketch, last, _ = assess(state, loop.rounds, k)
         reading = dataclasses.replace(reading, correlation=last.correlation)

@@ -169,6 +169,7 @@ class AbstractStreamingEstimator(AbstractEstimator):
             execution=execution,
             keep=None if all_kept else quantity.scalars,
             quantity=quantity,
+            leaps=True,
         )
         (moments,) = streamed.summary
         extra = streamed.loop.extra | moments.statistics(scalar=scalar)

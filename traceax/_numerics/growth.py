@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Inexact, Int, Real
 
-from .dense import normalise, qr, rank_revealing_qr
+from .dense import normalise, qr, rank_revealing_qr, two_norm
 
 
 def take(buffer: Inexact[Array, "n p"], i: Int[ArrayLike, ""], b: int) -> Array:
@@ -43,6 +43,16 @@ def put_rows(
     if buffer.shape == block.shape:
         return block
     return jax.lax.dynamic_update_slice_in_dim(buffer, block, i * block.shape[0], axis=0)
+
+
+def newest_coupling(
+    r: Inexact[Array, "p m"], rounds: Int[Array, ""], b: int
+) -> Real[Array, ""]:
+    """The norm of K of the last of `rounds` blocks, where r has C and K of all of them:
+    the part of the newest products outside the range of the earlier ones."""
+    # Of buffers that nothing has filled, the first block, which is zero.
+    at = jnp.maximum(rounds - 1, 0) * b
+    return two_norm(jax.lax.dynamic_slice(r, (at, at), (b, b)))
 
 
 def border(
