@@ -26,14 +26,12 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
 from .adaptive import Adaptive
 from .budget import Budget
 from .callback import report
-from .execution import AbstractExecution
 from .fold import zeros_like_shapes
 from .forecast import Forecast
 
@@ -376,36 +374,3 @@ def _summary(arrays: Sequence[Array]) -> str:
     """The number and the dtypes of arrays, for a message."""
     dtypes = sorted({str(x.dtype) for x in arrays})
     return f"{len(arrays)} arrays of {', '.join(dtypes)}"
-
-
-def sum_over_rounds(
-    fn: Callable[[FlatOperator, PyTree], Array],
-    operator: FlatOperator,
-    xs: PyTree[Shaped[Array, "r b ..."]],
-    rounds: Int[Array, ""] | int,
-    like: Inexact[Array, "*q"],
-    execution: AbstractExecution,
-    width: int = 1,
-) -> Inexact[Array, "*q"]:
-    """The sum of `fn(operator, x)` over all x of the first `rounds` of r rounds, an array
-    of the shape and dtype of `like`.
-
-    A `while_loop` has no reverse mode, so the derivative of an adaptive estimate is taken
-    of this sum: a scan over all r rounds. It costs no matvec beyond the first
-    `rounds`."""
-    num_rounds = jax.tree.leaves(xs)[0].shape[0]
-
-    # Without the checkpoint reverse mode would keep the intermediate results of all
-    # rounds.
-    @jax.checkpoint
-    def add_round(total, indexed_round):
-        index, x = indexed_round
-
-        def add(total):
-            terms = execution.map(fn, operator, x, width)
-            return total + jnp.sum(terms, axis=0, dtype=total.dtype)
-
-        return jax.lax.cond(index < rounds, add, lambda total: total, total), None
-
-    indexed_rounds = (jnp.arange(num_rounds), xs)
-    return jax.lax.scan(add_round, jnp.zeros_like(like), indexed_rounds)[0]

@@ -23,9 +23,9 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .budget import Budget
 from .execution import AbstractExecution
-from .fold import fold, prepend, zeros_like_shapes
+from .fold import fold, prepend, sum_over_rounds, zeros_like_shapes
 from .forecast import INDEPENDENT
-from .loop import Assessment, iterate, LoopResult, sum_over_rounds
+from .loop import Assessment, iterate, LoopResult
 
 
 # How many rounds are made at once where no test is due before: 64 products, in rounds of
