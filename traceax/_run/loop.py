@@ -259,7 +259,10 @@ class _Rounds:
     def advance(self, run: _Run) -> tuple[PyTree[Array], Int[Array, ""]]:
         """Buffers and number of rounds when a test is due, after one more round or
         several."""
-        if self.watched or self.forecast is None:
+        # Tests of independent samples cost nothing, so a loop of single rounds would not
+        # help, and on a mesh it would gather their samples.
+        single = self.independent and self.leap == 1
+        if self.watched or self.forecast is None or single:
             return self.step(run.buffers, run.rounds, 1), run.rounds + 1
 
         def unfinished(carry):

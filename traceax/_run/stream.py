@@ -84,7 +84,7 @@ def stream(
     derivatives, unless `frozen_fn` is the same function in which they are. Where samples
     do not add up, `moments_of(samples, others, valid)` takes the place of the moments in
     the summary: it makes them from all samples so far. With `leaps`, an adaptive budget
-    makes several rounds at once where that fits into a block.
+    makes several rounds at once where they fit into a block and need no test.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
@@ -191,18 +191,14 @@ def _stream_rounds(
         value, std_err = quantity.present(moments.mean, moments.std_err())
         return buffers, Assessment.of(k.rule, value, std_err, moments.count)
 
-    # Rounds that are made at once must fit into a block, and be fewer than all of them.
-    fitting = min(execution.block(operator.size, width) // size, num_rounds - 1)
-    leap = _LEAP if leaps and fitting >= _LEAP else 1
     loop = iterate(
         k,
         step,
         assess,
         (empty_results, empty_summary),
-        # A test costs nothing beside a round.
-        forecast=INDEPENDENT if leap > 1 else None,
+        forecast=INDEPENDENT if leaps else None,
         independent=True,
-        leap=leap,
+        leap=_leap(k, operator.size, execution, width) if leaps else 1,
     )
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
@@ -232,6 +228,14 @@ def _stream_rounds(
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
     return Streamed(samples, others, summary, mean, count, loop)
+
+
+def _leap(k: Budget, n: int, execution: AbstractExecution, width: int) -> int:
+    """How many rounds are made at once where no test is due before. Tests do not depend
+    on this, so the answer does not depend on the execution."""
+    # On a mesh the samples of both branches of a condition would be gathered.
+    fits = execution.block(n, width) >= _LEAP * k.round_size and k.num_rounds > _LEAP
+    return _LEAP if fits and execution.num_shares == 1 else 1
 
 
 def _unmade(dtype: jnp.dtype) -> float:
