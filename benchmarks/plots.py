@@ -1,4 +1,4 @@
-"""Draws the tables of the pages as pictures for a light and for a dark page.
+"""Draws the tables of `results/` as pictures for a light and for a dark page.
 
     python benchmarks/plots.py
 
@@ -22,7 +22,6 @@ SOURCES = {
     "time": ["dense", "diagonal"],
     "scaling": ["scaling"],
 }
-PAGES = {"calibration": "error_bars", "scaling": "scaling"}
 SHOWN = {"poly": "eigenvalues $i^{-2}$", "exp": "eigenvalues $0.7^i$", "step": "a step"}
 # Color on a light and on a dark page, and line style, of each estimator.
 LOOK = {
@@ -49,9 +48,7 @@ INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.
 
 
 def read(picture: str) -> dict[str, list[Table]]:
-    return {
-        name: tables(PAGES.get(name, "benchmarks"), name) for name in SOURCES[picture]
-    }
+    return {name: tables(name) for name in SOURCES[picture]}
 
 
 def digest(picture: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs the tutorials and makes pages of them.
+"""Runs the tutorials and makes pages of them, and a page of further measurements.
 
 Every `examples/NAME.py` in jupytext's percent format becomes `tutorials/NAME.md`: its
 markdown, its code, and what that prints and draws. Pages are plain Markdown, so MkDocs
@@ -6,6 +6,7 @@ checks their links and renders them as any other. An error in a cell ends the bu
 `EXECUTE_TUTORIALS=false mkdocs serve` leaves out the running.
 """
 
+import ast
 import functools
 import pathlib
 import re
@@ -19,7 +20,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
 PERCENT = "# %%"
 KERNEL = ["--InlineBackend.figure_formats=svg", "--log-level=ERROR"]
 
@@ -39,7 +41,23 @@ def on_files(files, config):
             for name, content in contents.items():
                 file = File.generated(config, f"tutorials/{name}", content=content)
                 files.append(file)
+    content = further_measurements(files)
+    files.append(File.generated(config, "measurements.md", content=content))
     return files
+
+
+def further_measurements(files):
+    """The results of `benchmarks/run.py` that no page shows."""
+    pages = "".join(file.content_string for file in files.documentation_pages())
+    blocks = ["# Further measurements", "Made by `python benchmarks/run.py`."]
+    for path in sorted((BENCHMARKS / "results").rglob("*.md")):
+        name = path.relative_to(BENCHMARKS / "results").with_suffix("")
+        show = f'--8<-- "{name}.md"'
+        if show not in pages:
+            source = (BENCHMARKS / f"{name}.py").read_text()
+            title, *_ = ast.get_docstring(ast.parse(source)).split("\n\n")
+            blocks += [f"## {' '.join(title.split()).removesuffix('.')}", show]
+    return "\n\n".join(blocks) + "\n"
 
 
 @functools.cache  # `mkdocs serve` runs only what has changed
