@@ -1,12 +1,13 @@
-"""What the threads of LAPACK cost the products between its calls, on CPU.
+"""Time saved by stopping idle threads of LAPACK on CPU.
 
     python benchmarks/run.py lapack_threads
 
-jaxlib makes QR and eigenvalue decompositions with the OpenBLAS of SciPy. Its threads wait
-in a busy loop for the next call, about 20 ms, on the cores that the next product needs.
-With `OPENBLAS_NUM_THREADS=1` there are none, and `OPENBLAS_THREAD_TIMEOUT=4` sends them
-to sleep after 16 clock cycles. Each line is the median of three processes, which take
-turns with those of the other settings, of the median of nine interleaved calls.
+jaxlib makes QR and eigenvalue decompositions with the OpenBLAS of SciPy, whose threads
+wait in a busy loop for the next call, about 20 ms, on the cores that the next product
+needs. `OPENBLAS_NUM_THREADS=1` does without them, and `OPENBLAS_THREAD_TIMEOUT=4` sends
+them to sleep after 16 clock cycles. The last two columns are times over the time as
+installed. Each is the median of three processes, which take turns with those of the other
+settings, of the median of nine interleaved calls.
 """
 
 import json

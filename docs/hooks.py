@@ -46,17 +46,25 @@ def on_files(files, config):
     return files
 
 
+FURTHER = """# Further measurements
+
+Results that no other page shows, with the commit, the machine and the versions of each.
+[Benchmarks](benchmarks.md) says how to make them again."""
+
+
 def further_measurements(files):
-    """The results of `benchmarks/run.py` that no page shows."""
+    """The results of `benchmarks/run.py` that no page shows, each below the docstring of
+    its script, which has its commands in indented paragraphs."""
     pages = "".join(file.content_string for file in files.documentation_pages())
-    blocks = ["# Further measurements", "Made by `python benchmarks/run.py`."]
+    blocks = [FURTHER]
     for path in sorted((BENCHMARKS / "results").rglob("*.md")):
         name = path.relative_to(BENCHMARKS / "results").with_suffix("")
         show = f'--8<-- "{name}.md"'
         if show not in pages:
             source = (BENCHMARKS / f"{name}.py").read_text()
-            title, *_ = ast.get_docstring(ast.parse(source)).split("\n\n")
-            blocks += [f"## {' '.join(title.split()).removesuffix('.')}", show]
+            title, *rest = ast.get_docstring(ast.parse(source)).split("\n\n")
+            explained = [text for text in rest if not text.startswith("    ")]
+            blocks += [f"## {title.removesuffix('.')}", *explained, show]
     return "\n\n".join(blocks) + "\n"
 
 
