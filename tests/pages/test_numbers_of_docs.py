@@ -107,7 +107,7 @@ def test_results_have_a_script():
         assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
         assert TABLE.search((RESULTS / f"{name}.md").read_text()), f"{name} is empty"
     for name, page in PAGES.items():
-        assert set(SHOWN.findall(page)) <= names, name
+        assert set(SHOWN.findall(page)) - {"CHANGELOG"} <= names, name
 
 
 @pytest.mark.parametrize("page", CLAIMS)
