@@ -78,10 +78,9 @@ def operators_at_the_edge():
 CLAIMS = {
     "README.md": {"is worth orders of magnitude": orders_of_magnitude},
     "docs/comparison.md": {
-        f"30 samples 95% intervals of an entry cover {NUMBER} to {NUMBER}, "
-        f"ours {NUMBER} to {NUMBER}": coverage_of_entries,
-        "should hold 95%": tuple,
-        "float32 with a zero operator, one of rank 5": operators_at_the_edge,
+        f"95% intervals cover {NUMBER} to {NUMBER} of the entries with 30 samples "
+        rf"\(ours {NUMBER} to {NUMBER}\)": coverage_of_entries,
+        "In float32, with a zero operator, one of rank 5": operators_at_the_edge,
     },
     "docs/index.md": {},
 }
@@ -108,7 +107,7 @@ def test_results_have_a_script():
         assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
         assert TABLE.search((RESULTS / f"{name}.md").read_text()), f"{name} is empty"
     for name, page in PAGES.items():
-        assert set(SHOWN.findall(page)) <= names, name
+        assert set(SHOWN.findall(page)) - {"CHANGELOG"} <= names, name
 
 
 @pytest.mark.parametrize("page", CLAIMS)

@@ -69,9 +69,9 @@ class Adaptive(eqx.Module):
     several entries, look at `std_err`. The loop is compiled once, whatever the data; the
     tolerances may be traced.
 
-    A test after every round stops a little early more often than late. The error bars
-    are cautious enough that intervals still cover the true value with the requested
-    confidence: see [Stopping early](../adaptive.md#stopping-early) for measurements.
+    A test after every round stops a little early more often than late. The error bars are
+    cautious enough that intervals still cover the true value with the requested
+    confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
 
     !!! Example
 
