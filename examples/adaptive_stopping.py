@@ -69,9 +69,9 @@ key = jax.random.key(0)
 xtrace = tx.XTraceEstimator()
 solution = tx.trace(covariance(SMOOTH), xtrace, k=budget, key=key)
 exact = exact_trace(SMOOTH)
-print(f"{solution.value:.5f} +- {solution.std_err:.5f}, exactly {exact:.5f}")
+print(f"{solution.value:.5f} +- {solution.std_err:.5f}, exact {exact:.5f}")
 print(f"after {solution.stats['num_matvecs']} of at most {budget.max_k} products")
-print(f"relative error {abs(solution.value / exact - 1):.1e}, asked for 2e-03")
+print(f"relative error {abs(solution.value / exact - 1):.1e}, requested 2e-03")
 
 # %% [markdown]
 # On the left the value after each round, on the right the same run on a logarithmic
@@ -107,7 +107,7 @@ KEYS = jax.random.split(jax.random.key(1), 400)
 
 
 def many_runs(estimator, max_k):
-    """A function of the operator's p, the tolerance and the keys: a history for each."""
+    """Returns a function of p, the tolerance and the keys that gives histories."""
 
     @jax.jit
     def run(p, rtol, keys):
@@ -163,7 +163,7 @@ real = hutchinson(ROUGH, 1e-2, KEYS)
 products, _ = stop(cases["Hutchinson, rough"], 0.95)
 made = np.isfinite(real[..., 0])
 same = np.mean(np.max(real[..., 0], axis=1, where=made, initial=0) == products)
-print(f"{same:.1%} of the real runs stop after as many products")
+print(f"{same:.1%} of the real runs stop after the same number of products")
 
 # %% [markdown]
 # Three numbers for each case. *Within*: how many of the runs have a true error below the
@@ -250,11 +250,11 @@ for name, case in cases.items():
     within = [np.mean(abs(stop(case, c)[1]) <= case[1]) for c in confidences]
     ax.plot(confidences, within, "o-", label=name)
 ax.plot(confidences, [naive(c) for c in confidences], "kx:", label="naive rule, smooth")
-ax.plot(confidences, confidences, "k--", lw=1, label="as asked")
-ax.set(xlabel="asked confidence", ylabel="fraction of runs within the tolerance")
+ax.plot(confidences, confidences, "k--", lw=1, label="requested")
+ax.set(xlabel="requested confidence", ylabel="fraction of runs within the tolerance")
 ax.legend()
 plt.show()
-print(f"asked 95%: the naive rule has {naive(0.95):.1%}")
+print(f"requested 95%: the naive rule reaches {naive(0.95):.1%}")
 
 # %% [markdown]
 # The two rules differ in three things: the quantile of Student's t, the factor for few
@@ -279,7 +279,7 @@ print(f"{first.value:.5f} +- {first.std_err:.5f}, {first.stats['num_matvecs']} p
 larger = tx.Adaptive(rtol=2e-3, max_k=160)
 second = tx.trace(covariance(SMOOTH), xtrace, k=larger, key=key, state=first.state)
 total = second.stats["num_matvecs"]
-print(f"{second.value:.5f} +- {second.std_err:.5f}, {total} products in all")
+print(f"{second.value:.5f} +- {second.std_err:.5f}, {total} products in total")
 print(f"one run without a break differs by {abs(second.value - solution.value):.0e}")
 
 # %% [markdown]
@@ -379,7 +379,7 @@ preconditioner = tx.nystrom_preconditioner(operator, rank=100, key=key1, shift=1
 slq = tx.SLQEstimator(lower_bound=1e-2)
 budget = tx.Adaptive(rtol=1e-2, max_k=256)
 
-print(f"exactly {exact:.1f}, tolerance {abs(exact) * 1e-2:.1f}")
+print(f"exact {exact:.1f}, tolerance {abs(exact) * 1e-2:.1f}")
 print("steps  probes  products    value +- std_err   error       bracket")
 for num_steps, outer in ((5, None), (40, None), (10, preconditioner)):
     settings = {"num_steps": num_steps, "preconditioner": outer, "key": key2}

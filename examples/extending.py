@@ -176,7 +176,7 @@ core = jnp.linalg.cholesky(columns[:40] + 1e-4 * jnp.eye(40))
 factor = jax.scipy.linalg.solve_triangular(core, columns.T, lower=True)
 C = lx.MatrixLinearOperator(factor.T @ factor)
 known = jnp.sum(factor**2)
-print(f"the trace of C is {known / exact:.0%} of that of A")
+print(f"trace of C / trace of A: {known / exact:.0%}")
 test("controlled", Controlled(C, known))
 test("controlled, sparse signs", Controlled(C, known, SparseSigns()))
 
@@ -287,7 +287,7 @@ for num_steps in (5, 10, 30):
     solution = dimension(1.0, num_steps)
     low, high = solution.stats["bracket"]
     print(f"{num_steps:2} steps: {solution.value:.2f} +- {solution.std_err:.2f}", end="")
-    print(f", quadrature from {low:.2f} to {high:.2f}, exactly {truth:.2f}")
+    print(f", quadrature from {low:.2f} to {high:.2f}, exact {truth:.2f}")
 
 # %% [markdown]
 # $\mu$ is an array of the function, so estimates can be differentiated in it and
@@ -323,7 +323,7 @@ plt.show()
 # %%
 derivative = jax.jit(jax.grad(lambda mu: dimension(mu).value))(1.0)
 truth = -np.sum(eigenvalues / (eigenvalues + 1) ** 2)
-print(f"derivative in mu {derivative:.1f}, exactly {truth:.1f}")
+print(f"derivative in mu {derivative:.1f}, exact {truth:.1f}")
 
 # %% [markdown]
 # ## What comes for free
@@ -351,7 +351,7 @@ truth = jax.grad(lambda scale: jnp.trace(kernel(scale).matrix))(1.0)
 for name, estimator in estimators.items():
     slopes = slopes_at(1.0, estimator)
     z = (jnp.mean(slopes) - truth) / jnp.std(slopes) * len(keys) ** 0.5
-    print(f"{name:13} {jnp.mean(slopes):.1f}, exactly {truth:.1f}, z = {z:.2f}")
+    print(f"{name:13} {jnp.mean(slopes):.1f}, exact {truth:.1f}, z = {z:.2f}")
 
 # %% [markdown]
 # **Several devices**: the probes are shared among the devices of a mesh, here all there

@@ -112,7 +112,7 @@ solutions = {
     name: method(operators["hubs"], 360, jax.random.key(0))
     for name, method in methods.items()
 }
-print(f"hubs, exactly {triangles['hubs']} triangles")
+print(f"hubs, exact {triangles['hubs']} triangles")
 for name, solution in solutions.items():
     print(f"{name:10} {solution.value / 6:7.0f} +- {solution.std_err / 6:.0f}")
 
@@ -301,7 +301,7 @@ reference = exactly(edges, values, vectors, np.sum(np.exp(values)))
 names = list(novel)
 for edge in np.argsort(-found)[:5]:
     i, j = edges[edge]
-    print(f"{found[edge]:.4f}, exactly {reference[edge]:.4f}: {names[i]} and {names[j]}")
+    print(f"{found[edge]:.4f}, exact {reference[edge]:.4f}: {names[i]} and {names[j]}")
 
 # %%
 figure, (left, right) = plt.subplots(

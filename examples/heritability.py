@@ -144,7 +144,7 @@ def jackknife(products):
 
 for solution in (first, second):
     estimate, errors, total_error = jackknife(np.asarray(solution.value, float))
-    total = f"in all {estimate.sum():.3f} +- {total_error:.3f}"
+    total = f"total {estimate.sum():.3f} +- {total_error:.3f}"
     each = ", ".join(f"{x:.3f} +- {s:.3f}" for x, s in zip(estimate, errors, strict=True))
     print(f"{solution.stats['num_matvecs']} probes: {total}; {each}")
 

@@ -51,7 +51,7 @@ data, test = data[:1500], data[1500:]
 
 # %%
 def contractive(mlp):
-    """The network with all weights scaled to a spectral norm of 0.95 at most."""
+    """The network with every weight matrix scaled to a spectral norm of at most 0.95."""
     return eqx.tree_at(
         lambda mlp: [layer.weight for layer in mlp.layers],
         mlp,

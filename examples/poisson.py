@@ -74,7 +74,7 @@ def approximation(network, x):
 
 # %%
 def loss(network, points, sources, key, k):
-    """The mean squared residual; by two times k random directions, or exactly."""
+    """The mean squared residual, from twice k random directions, or exact."""
     fn = ft.partial(approximation, network)
 
     def residual(x, source, key):
