@@ -73,7 +73,8 @@ def convert(name, source, execute):
             notebook, messages = notebooks.run(name)
         except CellExecutionError as error:
             raise PluginError(f"examples/{name}.py: {error}") from error
-        log.info(messages)
+        if messages:
+            log.info(messages)
     else:
         notebook = notebooks.read(name)
 
@@ -90,15 +91,15 @@ def convert(name, source, execute):
                 figure = f"{name}_{len(figures) + 1}.png"
                 figures[figure] = base64.b64decode(data["image/png"])
                 width = output.metadata["image/png"]["width"]
-                classes = [".figure", *(f".{tag}" for tag in cell.metadata.get("tags", []))]
-                classes += [".wide"] if width > WIDE else []
-                style = f'style="--width: {width}px"'
-                image = f"![Figure {len(figures)}]({figure})"
-                blocks.append(f"{image}{{ {' '.join(classes)} {style} }}")
+                wide = ["wide"] if width > WIDE else []
+                classes = ["figure", *wide, *cell.metadata.get("tags", [])]
+                attributes = " ".join(f".{each}" for each in classes)
+                attributes += f' style="--width: {width}px"'
+                blocks.append(f"![Figure {len(figures)}]({figure}){{ {attributes} }}")
             elif text := data.get("text/plain", output.get("text")):
                 blocks.append(f"~~~ {{ .text .output }}\n{text.rstrip()}\n~~~")
     blocks.append(
-        f"*This page is the notebook `examples/{name}.ipynb`; `examples/{name}.py` is the "
-        "same as a script.*"
+        f"*This page is the notebook `examples/{name}.ipynb`, which is also a script, "
+        f"`examples/{name}.py`.*"
     )
     return "\n\n".join(blocks), figures

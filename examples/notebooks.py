@@ -4,8 +4,9 @@
     python examples/notebooks.py                  # all of them
     python examples/notebooks.py quickstart graph
 
-Every script here in jupytext's percent format is paired with a notebook of the same name,
-which has the same cells and what they print and draw. `docs/hooks.py` makes pages of them.
+Every script here in jupytext's percent format is paired with a notebook of the same
+name, which has the same cells and what they print and draw. `docs/hooks.py` makes pages
+of them.
 """
 
 import base64
