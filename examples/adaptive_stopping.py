@@ -216,10 +216,10 @@ plt.show()
 #
 # The default is 95%; set `confidence` for another. Below the diagonal a rule is
 # overconfident, above it is cautious. For comparison we add a naive rule: look at
-# Hutchinson's samples one at a time from the fourth on, and stop as soon as $1.96\, s /
-# \sqrt{m}$, or the corresponding number for another confidence, is within the
-# tolerance. It uses the same probes, because probe $i$ depends only on the key and on
-# $i$.
+# Hutchinson's samples one at a time from the fourth on, and stop as soon as
+# $1.96\, s / \sqrt{m}$, or the corresponding number for another confidence, is within
+# the tolerance. It uses the same probes, because probe $i$ depends only on the key and
+# on $i$.
 
 # %%
 confidences = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
@@ -299,9 +299,9 @@ print(f"{len(arrays)} arrays, {sum(x.nbytes for x in arrays) / 1e6:.1f} MB")
 #
 # XTrace and XNysTrace remove a subspace that grows with $k$. On eigenvalues $i^{-p}$
 # the rest has Frobenius norm about $k^{1/2 - p}$, and averaging over about $k$ samples
-# gains another $k^{-1/2}$. So the error is about $k^{-p}$, and $k \propto
-# \mathrm{rtol}^{-1/p}$, here $\mathrm{rtol}^{-1/2}$: one more digit costs about three
-# times the products.
+# gains another $k^{-1/2}$. So the error is about $k^{-p}$, and
+# $k \propto \mathrm{rtol}^{-1/p}$, here $\mathrm{rtol}^{-1/2}$: one more digit costs
+# about three times the products.
 
 
 # %%

@@ -21,9 +21,10 @@ import traceax.internal as txi
 
 
 # %% [markdown]
-# The operator is a kernel matrix of 400 handwritten digits from scikit-learn, $a_{ij} =
-# (1 + s\, x_i^T x_j)^2$, with centred images of mean squared norm one and $s = 1$. It
-# is small, so thousands of estimates are cheap and the exact answer is known.
+# The operator is a kernel matrix of 400 handwritten digits from scikit-learn,
+# $a_{ij} = (1 + s\, x_i^T x_j)^2$, with centred images of mean squared norm one and
+# $s = 1$. It is small, so thousands of estimates are cheap and the exact answer is
+# known.
 
 # %%
 images = jnp.asarray(load_digits().data[:400], jnp.float32)
@@ -190,13 +191,13 @@ test("controlled, sparse signs", Controlled(C, known, SparseSigns()))
 # other, write a sketch estimator, which gets all of them as the columns of an array.
 # Ours makes them orthonormal. For $q_1, \dots, q_m$ in a random direction the samples
 # are $n\, q_i^T A q_i$, and their mean over a whole basis would be the trace itself.
-# This is sampling without replacement: the variance of the mean has the factor $(n - m)
-# / (n - 1)$.
+# This is sampling without replacement: the variance of the mean has the factor
+# $(n - m) / (n - 1)$.
 #
-# A sketch also returns a *frame*, arrays $L, R$ with $E[\sum L \circ (dA\, R)] =
-# d\,\mathrm{tr}(A)$, which gives the derivatives. Here $L = \frac nm Q$ and $R = Q$.
-# Use `txi.qr` for the factorisation: it is safe under `vmap` on CPU, where
-# `jnp.linalg.qr` [may deadlock](../docs/devdocs/jax_versions.md).
+# A sketch also returns a *frame*, arrays $L, R$ with
+# $E[\sum L \circ (dA\, R)] = d\,\mathrm{tr}(A)$, which gives the derivatives. Here
+# $L = \frac nm Q$ and $R = Q$. Use `txi.qr` for the factorisation: it is safe under
+# `vmap` on CPU, where `jnp.linalg.qr` [may deadlock](../docs/devdocs/jax_versions.md).
 
 
 # %%

@@ -105,8 +105,8 @@ for num_steps in (5, 20):
 #
 # ## A preconditioner
 #
-# A matrix $P \approx A$ of known determinant leaves less to estimate, since $\log\det A
-# = \log\det P + \mathrm{tr}\log(P^{-1/2} A P^{-1/2})$. A randomised Nyström
+# A matrix $P \approx A$ of known determinant leaves less to estimate, since
+# $\log\det A = \log\det P + \mathrm{tr}\log(P^{-1/2} A P^{-1/2})$. A randomised Nyström
 # approximation of rank 200, plus the noise, costs 200 products:
 
 # %%

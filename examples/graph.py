@@ -215,8 +215,8 @@ plt.show()
 #   Lanczos, and samples the rest.
 #
 # For `digits` we have all eigenvalues, and the exact answer. For `hubs` we compute the
-# 30 largest eigenvalues with SciPy's `eigsh`. The others add less than $n
-# e^{\lambda_{30}}$, which is negligible.
+# 30 largest eigenvalues with SciPy's `eigsh`. The others add less than
+# $n e^{\lambda_{30}}$, which is negligible.
 
 
 # %%
@@ -268,8 +268,8 @@ for num_steps in (4, 8, 16):
 #
 # ## What every edge contributes
 #
-# The derivative of $\mathrm{tr}\, e^A$ in the weight $w_{ij}$ of an edge is $2
-# (e^A)_{ij}$, twice the communicability of its ends. One gradient gives it for all
+# The derivative of $\mathrm{tr}\, e^A$ in the weight $w_{ij}$ of an edge is
+# $2 (e^A)_{ij}$, twice the communicability of its ends. One gradient gives it for all
 # edges. The gradient of $\log \mathrm{tr}\, e^A$ is the relative change of the index
 # with each weight. The novel is small enough to check it and to draw it. (Four probes
 # and 12 steps are 48 products for 77 nodes.)

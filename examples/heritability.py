@@ -5,11 +5,11 @@
 # long run, and resumes it.
 #
 # Which part of the genome explains how much of the variance of a trait? Haseman-Elston
-# regression answers with traces of products of relationship matrices $K_c = Z_c Z_c^T /
-# m_c$, one for each component of the genome. In a biobank the genotypes do not fit in
-# memory, let alone the matrices $K_c$. With random probes the traces take a few passes
-# over the file (Wu and Sankararaman, Bioinformatics 34, 2018; Pazokitoroudi et al.,
-# Nature Communications 11, 2020).
+# regression answers with traces of products of relationship matrices
+# $K_c = Z_c Z_c^T / m_c$, one for each component of the genome. In a biobank the
+# genotypes do not fit in memory, let alone the matrices $K_c$. With random probes the
+# traces take a few passes over the file (Wu and Sankararaman, Bioinformatics 34, 2018;
+# Pazokitoroudi et al., Nature Communications 11, 2020).
 
 # %%
 import os
@@ -112,11 +112,11 @@ for solution in (first, second):
 # %% [markdown]
 # ## The regression
 #
-# If the trait has covariance $\sum_c \sigma_c^2 K_c + \sigma_e^2 I$, the mean of $y^T
-# K_c y$ is $\sum_d \sigma_d^2 \, \mathrm{tr}(K_c K_d) + \sigma_e^2 \, \mathrm{tr} K_c$,
-# which gives linear equations for the variances. $K_c$ is the mean of its blocks, and
-# $\mathrm{tr} K_c = n$ because variants are standardised. So the equations without a
-# block follow from the same numbers, and the jackknife over blocks, which gives the
+# If the trait has covariance $\sum_c \sigma_c^2 K_c + \sigma_e^2 I$, the mean of
+# $y^T K_c y$ is $\sum_d \sigma_d^2 \, \mathrm{tr}(K_c K_d) + \sigma_e^2 \, \mathrm{tr}
+# K_c$, which gives linear equations for the variances. $K_c$ is the mean of its blocks,
+# and $\mathrm{tr} K_c = n$ because variants are standardised. So the equations without
+# a block follow from the same numbers, and the jackknife over blocks, which gives the
 # error bars, needs no further pass.
 
 

@@ -241,8 +241,8 @@ plt.show()
 # ## How strong the prior should be
 #
 # Suppose that the weights are drawn from a normal distribution of variance $1/\delta$.
-# Laplace's approximation of the evidence, with N log-likelihoods and the curvature $N G
-# + \delta I$ at the trained weights, is
+# Laplace's approximation of the evidence, with N log-likelihoods and the curvature
+# $N G + \delta I$ at the trained weights, is
 #
 # $$\log Z(\delta) = -N\,\mathrm{loss} - \frac\delta2 \lVert w \rVert^2
 #   + \frac P2 \log\delta - \frac12 \log\det(N G + \delta I) ,$$

@@ -45,8 +45,8 @@ data, test = data[:1500], data[1500:]
 # log-density at the last $z$, plus $\log|\det(I + g'(x))|$ of each layer.
 #
 # This Jacobian is a [general square operator](../docs/logdet.md) without a tag:
-# `logdet` takes products from both sides. Its singular values are at least $1 -
-# 0.95^2$, a bound that makes the bracket of the quadrature error tight.
+# `logdet` takes products from both sides. Its singular values are at least
+# $1 - 0.95^2$, a bound that makes the bracket of the quadrature error tight.
 
 
 # %%
@@ -88,8 +88,8 @@ def residual_flow(mlps, x, key, log_det):
 # %% [markdown]
 # ## A continuous flow
 #
-# Diffrax integrates the path $dx/dt = f(t, x)$ from the data at $t = 0$ to $z$ at $t =
-# 1$. Along it the log-density gathers the divergence of $f$, so $\log p(x) = \log
+# Diffrax integrates the path $dx/dt = f(t, x)$ from the data at $t = 0$ to $z$ at
+# $t = 1$. Along it the log-density gathers the divergence of $f$, so $\log p(x) = \log
 # \mathcal N(z) + \int_0^1 \mathrm{tr}(\partial f / \partial x)\, dt$. `tx.divergence`
 # returns $f$ and its divergence from one evaluation. With the same probes at all times,
 # as in FFJORD (Grathwohl et al., 2019), the integrand is a smooth function of time,
@@ -308,9 +308,9 @@ for k in (4, 8):
 # %% [markdown]
 # ## Samples
 #
-# Both flows can be inverted: a residual layer by the fixed-point iteration $x
-# \leftarrow z - g(x)$, which converges because $g$ is a contraction, and the continuous
-# flow by going back in time.
+# Both flows can be inverted: a residual layer by the fixed-point iteration
+# $x \leftarrow z - g(x)$, which converges because $g$ is a contraction, and the
+# continuous flow by going back in time.
 
 
 # %%

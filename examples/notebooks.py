@@ -62,6 +62,9 @@ def run(name):
     messages = []
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index}"  # jupytext's are random
+        cell.metadata = {
+            key: cell.metadata[key] for key in ["tags"] if key in cell.metadata
+        }
         if cell.cell_type == "code":
             messages += [x.text for x in cell.outputs if x.get("name") == "stderr"]
             cell.outputs = [clean(x) for x in cell.outputs if x.get("name") != "stderr"]

@@ -198,8 +198,9 @@ print("derivative of Hutchinson, n = 256:", found)
 # The derivative needs one more, of the size of the operator's array, because each
 # device has the derivative from its own probes.
 #
-# XTrace works on all products together, so it gathers them in two passes of $n \times
-# k/2$ numbers each. That pays where a product costs more than moving a vector.
+# XTrace works on all products together, so it gathers them in two passes of
+# $n \times k/2$ numbers each. That pays where a product costs more than moving a
+# vector.
 #
 # ## How much faster?
 #

@@ -4,12 +4,12 @@
 # This tutorial trains a network on a differential equation, with Laplacians from a few
 # random directions instead of all.
 #
-# The equation is Poisson's, $-\Delta u = f$ in the unit ball of 100 dimensions, with $u
-# = 0$ on the boundary. A grid is out of the question. But a network $u_\theta$ can be
-# trained until its residual $\Delta u_\theta + f$ is small at random points. The exact
-# Laplacian takes 100 directions at each point. `tx.laplacian` takes a few random ones,
-# as Hu, Shi, Karniadakis and Kawaguchi did (arXiv 2312.14499, 2023), and never forms a
-# Hessian.
+# The equation is Poisson's, $-\Delta u = f$ in the unit ball of 100 dimensions, with
+# $u = 0$ on the boundary. A grid is out of the question. But a network $u_\theta$ can
+# be trained until its residual $\Delta u_\theta + f$ is small at random points. The
+# exact Laplacian takes 100 directions at each point. `tx.laplacian` takes a few random
+# ones, as Hu, Shi, Karniadakis and Kawaguchi did (arXiv 2312.14499, 2023), and never
+# forms a Hessian.
 
 # %%
 import functools as ft

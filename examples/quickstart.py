@@ -29,8 +29,8 @@ n = len(images)
 # ## A kernel matrix and its inverse
 #
 # The kernel matrix of the images, $K_{ij} = \exp(-|x_i - x_j|^2 / 2 \ell^2)$, has ones
-# on its diagonal, so its trace is $n$. The estimators see only its products $v \mapsto
-# K v$, computed from 250 rows at a time.
+# on its diagonal, so its trace is $n$. The estimators see only its products
+# $v \mapsto K v$, computed from 250 rows at a time.
 #
 # The second operator is $(K + \lambda I)^{-1}$. Its trace gives the effective degrees
 # of freedom of kernel ridge regression with the penalty $\lambda$:
