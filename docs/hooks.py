@@ -27,7 +27,7 @@ sys.path.append(str(EXAMPLES))
 import notebooks  # noqa: E402
 
 
-WIDE = 700  # pixels: wider figures have several panels
+WIDE = 650  # pixels: wider figures have several panels, or a legend at their side
 
 log = get_plugin_logger("tutorials")
 

@@ -360,7 +360,7 @@ plt.show()
 #
 # Two other savings matter more. A solve that starts from the last one and stops at an
 # error well below the noise takes few steps. And no preconditioner is made: at the
-# final hyperparameters it makes values accurate, but [not
+# final hyperparameters it makes values accurate, but [hardly
 # gradients](../docs/how_to/gaussian_processes.md). The next cell shows the spread of
 # one-probe gradients in the logarithm of the length scale for several ranks:
 
