@@ -265,11 +265,11 @@ for k, num_steps in [(4, 2), (4, 6), (8, 6)]:
 
 # %% [markdown]
 # With enough steps each value would lie inside its bracket; the mean width is printed.
-# With two steps it is nearly as wide as a standard error, although the error is hardly
-# larger than with six: the bracket is a bound, not an estimate. With six steps it is
-# negligible, because the Jacobians are well conditioned. What is left is sampling,
-# which more probes reduce. The standard errors are larger than the errors on purpose,
-# as [with few samples](../docs/error_bars.md).
+# With two steps it is more than half as wide as a standard error, although the error is
+# hardly larger than with six: the bracket is a bound, not an estimate. With six steps
+# it is negligible, because the Jacobians are well conditioned. What is left is
+# sampling, which more probes reduce. The standard errors are larger than the errors on
+# purpose, as [with few samples](../docs/error_bars.md).
 
 # %%
 figure, axes = plt.subplots(layout="constrained", figsize=(5, 4.2))
