@@ -234,5 +234,5 @@ plt.show()
 
 # %% [markdown]
 # The sharpness rises and falls with the trace, because here the large eigenvalues
-# dominate it. [Stopping at a tolerance](../docs/adaptive.md) has more on operators that
+# dominate it. [Stop at a tolerance](../docs/adaptive.md) has more on operators that
 # change.

@@ -232,7 +232,7 @@ compare("The Hessian of a network", hessian, any_operator, float(exact_hessian))
 #
 # Start with a few tens of products and read the error bar. Or name a tolerance:
 # products are then added in one compiled loop until the error bar is small enough. See
-# [Stopping at a tolerance](../docs/adaptive.md).
+# [Stop at a tolerance](../docs/adaptive.md).
 
 # %%
 budget = tx.Adaptive(rtol=0.01, max_k=320)
@@ -276,5 +276,5 @@ for penalty in (0.3, 1.0, 3.0):
 #    digit costs a hundred times as much.
 # 4. If `n` products are affordable, spend them: the answer is exact.
 #
-# [Choosing an estimator](../docs/choose_estimator.md) has the costs in memory and
+# [Choose an estimator and a budget](../docs/choose_estimator.md) has the costs in memory and
 # operations. Next: [train a Gaussian process](gp_training.ipynb) by log-determinants.
