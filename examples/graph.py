@@ -201,7 +201,7 @@ plt.show()
 # spent on samples.
 #
 # The error bars tell the cases apart without the exact answer. See [Error
-# bars](../docs/error_bars.md) and [Choose an estimator and a budget](../docs/choose_estimator.md).
+# bars](../docs/error_bars.md) and [Choose an estimator](../docs/choose_estimator.md).
 #
 # ## The Estrada index
 #

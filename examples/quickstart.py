@@ -276,5 +276,5 @@ for penalty in (0.3, 1.0, 3.0):
 #    digit costs a hundred times as much.
 # 4. If `n` products are affordable, spend them: the answer is exact.
 #
-# [Choose an estimator and a budget](../docs/choose_estimator.md) has the costs in memory and
+# [Choose an estimator](../docs/choose_estimator.md) has the costs in memory and
 # operations. Next: [train a Gaussian process](gp_training.ipynb) by log-determinants.
