@@ -210,7 +210,7 @@ class Adaptive(eqx.Module):
         self.norm = norm
 
     def __repr__(self) -> str:
-        """As a call that leaves out defaults; as the default of `k` it is `Adaptive()`."""
+        """As a call without what is a default: `k=Adaptive()` in signatures."""
         mine, default = (
             {field.name: _shown(getattr(budget, field.name)) for field in fields(budget)}
             for budget in (self, Adaptive())
