@@ -1,4 +1,5 @@
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -35,9 +36,15 @@ SCRIPTS = {str(page.relative_to(ROOT)): script(page) for page in FILES}
 PAGES = {page: code for page, code in SCRIPTS.items() if code}
 # The first that users see.
 QUICK = ["README.md", "docs/getting_started.md"]
+# Packages of the extra `frameworks`, each with a page of its name.
+FRAMEWORKS = {
+    f"docs/how_to/{package}.md": package
+    for package in ("flax", "gpjax", "numpyro", "tinygp")
+}
 
-# In one process for those that are quick and one for the others, because what takes the
-# time is to import and to compile. Pages share nothing but what JAX has compiled.
+# In one process for those that are quick, one for those with packages that may not be
+# installed, and one for the others, because what takes the time is to import and to
+# compile. Pages share nothing but what JAX has compiled.
 RUN = """
 import gc, json, sys, traceback
 import jax
@@ -62,10 +69,31 @@ def test_there_are_examples():
     assert min(folders.count("docs"), folders.count("docs/how_to")) >= 8
 
 
+def group(page):
+    if page in FRAMEWORKS:
+        return "frameworks"
+    return "quick" if page in QUICK else "others"
+
+
+def is_installed(page):
+    return page not in FRAMEWORKS or importlib.util.find_spec(FRAMEWORKS[page])
+
+
+def run(page):
+    """The process in which a page is run, with the others of its group."""
+    if not is_installed(page):
+        pytest.skip(f"{page} needs {FRAMEWORKS[page]}, which is not installed")
+    return run_group(group(page))
+
+
 @functools.cache
-def run(quick):
+def run_group(name):
     """Programs are not kept: to compress them for the next run takes a tenth of it."""
-    pages = {page: code for page, code in PAGES.items() if (page in QUICK) == quick}
+    pages = {
+        page: code
+        for page, code in PAGES.items()
+        if group(page) == name and is_installed(page)
+    }
     return subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(pages),
@@ -82,7 +110,7 @@ def run(quick):
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page):
     """Line numbers of errors are those of the page."""
-    done = run(page in QUICK)
+    done = run(page)
     assert done.returncode == 0, done.stderr
     assert f"Has run: {page}\n" in done.stdout, done.stderr
 
@@ -110,7 +138,7 @@ def numbers(text):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(SHOWN[page])])
 def test_pages_show_what_their_code_prints(page):
-    _, after = run(page in QUICK).stdout.split(f"Runs: {page}\n")
+    _, after = run(page).stdout.split(f"Runs: {page}\n")
     *printed, _ = after.split(f"Has run: {page}\n")[0].split(f"{END}\n")
     pairs = zip(printed, SHOWN[page], strict=True)
     for found, shown in ((found, shown) for found, shown in pairs if shown):
