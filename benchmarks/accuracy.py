@@ -1,10 +1,10 @@
-"""Error, and what the error bars say of it, against products: ours and the peers'.
+"""Error of traces and their error bars, by package and number of products.
 
     python benchmarks/run.py accuracy
 
-Prints the mean relative error, and in brackets the mean standard error over the root mean
-square of the error, where there is one, for each spectrum and budget, as markdown tables.
-n = 1000, float64.
+Mean relative error and, in brackets, the mean standard error over the root-mean-square
+error: 1 is exact, and less is overconfident. One table for each spectrum, n = 1000,
+float64.
 """
 
 import sys

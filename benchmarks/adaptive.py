@@ -1,17 +1,17 @@
-"""Stopping at a tolerance: how often the error is within it, and what it costs.
+"""Stopping at a tolerance: how often the error is within it, and the cost.
 
     python benchmarks/adaptive.py [n] [keys]
 
-For each estimator, spectrum and relative tolerance, at confidence 95%:
+For each estimator, spectrum and relative tolerance, at 95% confidence:
 
-- `within`: how many of the keys that reached the tolerance have an error below it;
-- `products`: their mean;
-- `best fixed budget`: the smallest one, in rounds of 16 products, at which 95% of all
-  keys have an error below the tolerance.
+- `within`: the share of keys with an error below the tolerance, of those that reached it;
+- `products`: their mean number of products;
+- `best fixed budget`: the smallest, in rounds of 16 products, with which 95% of all keys
+  have an error below the tolerance.
 
-The rounds of a run do not depend on the tolerance, so one run with `history` has all of
-them; Hutch++ and Nystrom++, which plan for the tolerance, are run for each. Cases in
-which fewer than half of the keys reached it within n / 2 products are left out.
+Cases in which fewer than half of the keys reached the tolerance within n / 2 products are
+left out. The rounds of a run do not depend on the tolerance, so one run with `history`
+has all of them; Hutch++ and Nystrom++, which plan for the tolerance, run for each.
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""Products of log-determinants of kernel matrices to a tolerance: the preconditioner that
-the data choose against the best of those chosen by hand.
+"""Preconditioners chosen automatically and by hand, for log-determinants.
 
     python benchmarks/auto_preconditioner.py
 
-RBF kernels of random points plus noise, in float64. By hand: of all ranks, numbers of
-probes and of steps below, the fewest products for which 95% of the keys are within the
-tolerance, picked with the exact value at hand, which a user does not have. Automatic: a
-call with the tolerance and the noise alone; mean and range of its products over the keys.
+Products to a relative tolerance with 95% confidence, for RBF kernels of random points
+plus noise, in float64. By hand: the rank, probes and steps with the fewest products for
+which 95% of the keys are within the tolerance, chosen with the exact value, which a user
+does not have. Automatic: `AutoPreconditioner` with the noise and `Adaptive` with the
+tolerance; mean and range over the keys.
 """
 
 import jax

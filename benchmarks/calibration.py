@@ -1,11 +1,11 @@
-"""How honest the standard errors are, as markdown tables, one for each spectrum.
+"""Coverage of error bars of traces, by estimator and number of samples.
 
     python benchmarks/run.py calibration
 
-How often the 95% interval, with Student's quantile for m - 1 degrees of freedom, covers
-the exact trace, for m probes in the estimate; in brackets the mean of the standard error
-over the root-mean-square error (1 is exact, more is cautious). The published errors of
-XTrace and XNysTrace are `std(samples) / sqrt(m)`.
+How often the 95% interval (Student's quantile for m - 1 degrees of freedom, m samples)
+covers the exact trace; in brackets the mean standard error over the root-mean-square
+error: 1 is exact, more is cautious. The published error bars of XTrace and XNysTrace are
+`std(samples) / sqrt(m)`.
 """
 
 import sys

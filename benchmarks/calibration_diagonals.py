@@ -1,11 +1,11 @@
-"""How honest the error bars of the entries of a diagonal are, as a markdown table.
+"""Coverage of error bars of the entries of a diagonal.
 
     pip install matfree
     python benchmarks/calibration_diagonals.py [n] [keys]
 
-For m = 10 and 30 samples: how often the 95% interval of an entry covers it, mean over
-entries, with Student's quantile for m - 1 degrees of freedom, and in brackets the root
-mean square of the bars over that of the errors.
+How often the 95% interval (Student's quantile for m - 1 degrees of freedom) covers an
+entry, mean over entries, for m = 10 and 30 samples; in brackets the root mean square of
+the error bars over that of the errors.
 """
 
 import sys

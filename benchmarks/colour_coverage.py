@@ -1,4 +1,4 @@
-"""How often intervals cover the truth after a few sweeps of coloured probes.
+"""Coverage of intervals from a few sweeps of coloured probes.
 
     python benchmarks/run.py colour_coverage
 

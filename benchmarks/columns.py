@@ -1,4 +1,4 @@
-"""The spread of a log-determinant's derivative by the columns of its frame.
+"""Spread of a log-determinant's derivative by the columns of its frame.
 
     python benchmarks/run.py columns
 

@@ -1,13 +1,13 @@
-"""Up to which condition numbers log-determinants and inverses are known, in each dtype.
+"""Condition numbers that log-determinants and inverses can bear, by dtype.
 
     python benchmarks/run.py conditions
 
-The largest power of ten up to which no call was flagged, and the smallest at which half
-of them were; and how often an interval of 95% held the truth or the call was flagged, the
-least of all conditions up to the eighth part of the reciprocal of the unit roundoff. n =
-100, six kinds of spectra, 60 keys each, 5, 20 and 60 steps. References are of the matrix
-that is rounded to the dtype, by Cholesky in NumPy's extended precision; a matrix that
-rounding has made indefinite is left out.
+The largest power of ten up to which no call was flagged; the smallest at which half of
+the calls were; and how often a 95% interval covered the true value or the call was
+flagged, the lowest over all condition numbers up to an eighth of the reciprocal of the
+unit roundoff. n = 100, six kinds of spectra, 60 keys each, 5, 20 and 60 steps. The true
+value is that of the matrix rounded to the dtype, by Cholesky in NumPy's extended
+precision; matrices that rounding makes indefinite are left out.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
-"""How often 95% intervals hold the truth, for every quantity, as a markdown table.
+"""Coverage of 95% intervals, for every quantity.
 
     python benchmarks/coverage.py [keys]
 
 `solution.interval()` against dense linear algebra in float64, for matrices of 100 rows
 with eigenvalues that are flat, `i^-2` and `0.7^i` (plus one, for log-determinants and
-inverses), in float32, float64 and complex128. Of a quantity with several entries the mean
-over them. Calls that said that they failed are not counted; a number in brackets is how
-many of a hundred did.
+inverses), in float32, float64 and complex128. Quantities with several entries show the
+mean over entries. Calls that reported a failure are left out; a number in brackets is
+their percentage.
 """
 
 import sys

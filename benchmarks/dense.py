@@ -1,10 +1,11 @@
-"""Time of one call over the time of its products as one GEMM, dense float32 operator.
+"""Time of a trace over the time of its products, dense float32 operator.
 
     python benchmarks/run.py dense
 
-Every estimator makes k = 100 products (99 for Hutch++). All functions take turns in one
-process. A ratio below 1 is possible, because the layout of the probes affects the speed
-of the product. The largest matrix has 1 GB; on a machine with room for 4 GB, add 32000.
+Every estimator makes k = 100 products (99 for Hutch++), compared with one matrix-matrix
+product. All functions take turns in one process. A ratio below 1 is possible, because the
+layout of the probes affects the speed of the product. The largest matrix has 1 GB; on a
+machine with room for 4 GB, add 32000.
 """
 
 import sys

@@ -1,13 +1,12 @@
-"""Divergences in flows against code written by hand.
+"""Divergences in flows beside code written by hand.
 
     pip install -e '.[examples]'
     python benchmarks/derivatives.py
 
-CPU seconds, medians of runs that alternate, in one process; of first calls the median of
-three, with nothing in the caches of JAX. A flow: a training step
-(value and gradient) of a continuous normalizing flow by diffrax, Tsit5, ten steps or a
-PID controller, batch of 256, one probe, a network with two hidden layers of 64, float32.
-Laplacians are in `published/laplacian.py`.
+A training step (value and gradient) of a continuous normalizing flow in diffrax: Tsit5,
+ten steps or a PID controller, batch of 256, one probe, a network with two hidden layers
+of 64, float32. CPU seconds, medians of alternating runs in one process; for first calls
+the median of three, with nothing in the caches of JAX.
 """
 
 import diffrax

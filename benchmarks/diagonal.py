@@ -1,8 +1,9 @@
-"""Hutchinson, k = 100, on a diagonal float32 operator: time and temporary memory.
+"""Time and memory of Hutchinson on a diagonal operator.
 
     python benchmarks/run.py diagonal
 
-Where a peer needs more than 12 GB of temporaries it is compiled, not run.
+k = 100, float32. Where a package needs more than 12 GB of temporaries, the program is
+compiled and not run.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Diagonals: error for products, ours and the peers', and time over that of a trace.
+"""Error and time of diagonals, by package.
 
     pip install matfree skerch curvlinops-for-pytorch
     python benchmarks/diagonals.py [keys]
 
 The largest relative error of an entry, median over keys, for the matrices of figure 16.1
 of Epperly's thesis (arXiv 2512.15929): n = 1000, random orthogonal eigenvectors, float64.
-Then what our diagonals take over our traces of as many products, float32.
+Then the time of our diagonals over that of our traces with as many products, float32.
 """
 
 import os

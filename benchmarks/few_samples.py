@@ -1,4 +1,4 @@
-"""Error bars and 95% intervals of Hutchinson's estimator from few samples.
+"""Error bars and 95% intervals of Hutchinson from few samples.
 
     python benchmarks/run.py few_samples
 

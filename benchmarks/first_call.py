@@ -1,14 +1,14 @@
-"""What the first call of a process costs: tracing, lowering and compiling.
+"""CPU seconds of the first call of a process.
 
     pip install matfree
     pip install --no-deps --target .peers traceax==1.0.2
     python benchmarks/first_call.py
 
-CPU seconds of the first call, with and without its gradient, on a dense float32 operator
-(n = 300): estimators with 60 products, log-determinants of 20 probes and steps. The least
-of three processes that alternate with those of the others, since other work on a machine
-only adds to it; that of traceax 1.0.2, or for a log-determinant matfree's; the ratio, and
-that to Hutchinson of 1.0.2; and ours with the older emitters of XLA:CPU.
+Tracing, lowering and compiling, with and without the gradient, on a dense float32
+operator (n = 300): estimators with 60 products, log-determinants of 20 probes and steps.
+The least of three processes that alternate with the others, since other work on a machine
+only adds to it. Theirs are traceax 1.0.2's, and matfree's for log-determinants; then the
+ratio, the ratio to Hutchinson of 1.0.2, and ours with the older emitters of XLA:CPU.
 """
 
 import os

@@ -1,16 +1,15 @@
-"""The derivative of a log-determinant, against that of matfree and against PTSS.
+"""Derivatives of a log-determinant: traceax, matfree and PTSS.
 
     pip install matfree
     python benchmarks/function_gradients.py
 
-RBF kernel matrices, in float64, 480 products with the matrix for each row; the derivative
-in the length scale. Errors are root mean squares over keys, relative to the exact
-derivative; times are those of value and gradient together: CPU seconds, medians over the
-keys.
+The derivative in the length scale of RBF kernel matrices, float64, with 480 products in
+each row. Errors are root mean squares over keys, relative to the exact derivative; times
+are CPU seconds of value and gradient together, medians over the keys.
 
-PTSS (Xu, Cai, Huang, Chow and Xi, arXiv:2510.24587) is our port, made from the abstract:
-the authors' code was not at hand. It has our preconditioner and our control variate, and
-the products of its value are not counted.
+PTSS (Xu, Cai, Huang, Chow and Xi, arXiv:2510.24587) is our port, made from the abstract,
+since the authors' code was not at hand. It has our preconditioner and control variate,
+and the products of its value are not counted.
 """
 
 import time

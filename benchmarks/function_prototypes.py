@@ -1,14 +1,15 @@
-"""Estimators of tr f(A) that traceax has not, as NumPy prototypes, against its own.
+"""Other estimators of the trace of a function, as prototypes.
 
     python benchmarks/function_prototypes.py
 
-Diagonal matrices of size 1000, which no method here can tell from others; 120 products
-each. Medians of the relative error over the keys; in brackets probes x steps, which are
-the best of a scan with the exact value at hand, for all methods alike (of Krylov-aware
-deflation without a block, a scan when it deflated half of the blocks). Preconditioned:
-Nystrom of the rank that comes first, with the shift known; FlexTrace knows it too.
+NumPy prototypes of estimators that traceax does not have, beside its own, on diagonal
+matrices of size 1000, which no method here can tell from others; 120 products each.
+Medians of the relative error over the keys; in brackets the probes x steps, the best of a
+scan with the exact value at hand, for all methods alike (for Krylov-aware deflation
+without a block, a scan made when it deflated half of the blocks). "Preconditioned" is
+Nystrom of the rank that comes first, with a known shift, which FlexTrace knows too.
 
-They are made from what abstracts say of them:
+The prototypes follow the abstracts of the papers:
 
 - FlexTrace (Madhavan, Alexanderian and Saibaba, arXiv:2603.05721), for operator monotone
   f with f(0) = 0. From the Nystrom approximation N of A by all probes, and N_i by all but

@@ -1,11 +1,11 @@
-"""The log-likelihood of a Gaussian process and its gradient, beside a Cholesky
-factorisation and, if it is installed, GPyTorch's linear_operator.
+"""Log-likelihood of a Gaussian process with its gradient.
 
     python benchmarks/gaussian.py
 
-n = 4000 points in the unit square, float64, RBF kernel; in one process, in turn. Times
-are those of the kernel matrix, the value and the gradient in the logarithms of length
-scale, amplitude and noise, whose error is relative to the norm of the exact one.
+Beside a Cholesky factorisation and, if installed, GPyTorch's linear_operator: n = 4000
+points in the unit square, float64, RBF kernel, in one process, in turn. Times include the
+kernel matrix, the value, and the gradient in the logarithms of length scale, amplitude
+and noise, whose error is relative to the norm of the exact gradient.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""Bias of the gradient of a log-determinant against the depth of the Lanczos run.
+"""Bias of the gradient of a log-determinant, by number of steps.
 
     python benchmarks/gradient_bias.py
 
-An RBF kernel matrix of size 1000; relative bias of the derivatives in the length scale
-and in the noise, and of the value. The same probes at each depth and at one where Lanczos
-has converged, so that sampling errors cancel; their remainder is the number after "+-".
+Relative bias of the derivatives in the length scale and the noise, and of the value, for
+an RBF kernel matrix of size 1000. The same probes run at each depth and at one where
+Lanczos has converged, so that sampling errors cancel; their remainder follows the "+-".
 """
 
 import jax

@@ -1,10 +1,11 @@
-"""The tutorial on heritability with 20,000 individuals and 100,000 variants, 2 GB: its
-memory, and the time of a pass over the file, beside that of a loop written by hand, in
-NumPy and with a compiled product, that reads and multiplies.
+"""Time of a pass over a file of 2 GB.
 
     python benchmarks/heritability.py [FOLDER]
 
-Takes the medians of three runs, in turns. The file stays in the cache of the system.
+The data of the tutorial on heritability, 20,000 individuals and 100,000 variants, beside
+loops written by hand that read and multiply, in NumPy and with a compiled product.
+Medians of three runs, in turns. The file stays in the cache of the system. The script
+also measures the memory of the tutorial.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""Coverage of intervals of 99% and 99.9%, where samples are skewed.
+"""Coverage of 99% and 99.9% intervals of skewed samples.
 
     python benchmarks/run.py high_confidence
 
-The lowest over four spectra: an eigenvalue of 50 beside ones, flat, i^-2 and 0.7^i. The
-last row is how many times the interval of a flat spectrum by Hutchinson's estimator is as
-wide as Student's.
+The lowest coverage over four spectra: an eigenvalue of 50 beside ones, flat, i^-2 and
+0.7^i. The last row is the width of the interval over that of Student's, for a flat
+spectrum and Hutchinson's estimator.
 """
 
 import equinox as eqx

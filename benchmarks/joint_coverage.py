@@ -1,11 +1,11 @@
-"""How often intervals cover functions of several estimates, estimates with a control,
-traces of solves and traces with a random number of steps.
+"""Coverage of intervals of ratios, controls, solves and random steps.
 
     python benchmarks/run.py joint_coverage
 
-The share of 95% intervals that cover the exact number; in brackets the root mean square
-of the standard error over the root-mean-square error, and the percentage of keys for
-which the call was flagged, which are left out.
+The share of 95% intervals that cover the exact number: of functions of several estimates,
+estimates with a control, traces of solves, and traces with a random number of steps. In
+brackets the root mean square of the standard error over the root-mean-square error, and
+the percentage of keys whose call was flagged, which are left out.
 """
 
 import sys

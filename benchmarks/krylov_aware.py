@@ -1,4 +1,4 @@
-"""Krylov-aware deflation beside stochastic Lanczos quadrature, as a markdown table.
+"""Krylov-aware deflation beside stochastic Lanczos quadrature.
 
     python benchmarks/run.py krylov_aware
 

@@ -1,10 +1,11 @@
-"""Curvature products of a transformer: memory and time in units of a gradient.
+"""Memory and time of curvature products of a transformer.
 
     python benchmarks/run.py large_curvature
 
-A causal transformer of 3.7 million parameters, in Equinox, with the mean cross-entropy of
-8 sequences of 128 tokens, in float32. Memory is what the compiled program takes beside
-arguments, for one vector and for a block of four. Times are those of one vector.
+In units of a gradient: a causal transformer of 3.7 million parameters, in Equinox, with
+the mean cross-entropy of 8 sequences of 128 tokens, in float32. Memory is what the
+compiled program takes besides its arguments, for one vector and for a block of four.
+Times are for one vector.
 """
 
 import equinox as eqx

@@ -1,10 +1,11 @@
-"""A Gaussian process on 50,000 pixels of a photograph, whose kernel matrix is never
-formed, beside one on as many as a Cholesky factorisation takes in the same memory.
+"""A Gaussian process on 50,000 pixels of a photograph.
 
     python benchmarks/large_gaussian.py [n]
 
-Hyperparameters by exact training on 1500 of the pixels. Of all: the log-likelihood with
-its error bar and gradient, the error at 5000 other pixels, time and peak memory.
+The kernel matrix is never formed. Beside it is a process on as many pixels as Cholesky
+takes in the same memory. Hyperparameters come from exact training on 1500 of the pixels.
+For all pixels: the log-likelihood with its error bar and gradient, the error at 5000
+other pixels, time and peak memory.
 """
 
 import resource

@@ -1,11 +1,12 @@
-"""Log-determinants against matfree and, if it is installed, GPyTorch's linear_operator.
+"""Error, time and memory of log-determinants and their gradients.
 
     pip install matfree linear_operator
     python benchmarks/logdet.py
 
-One run, side by side, in float64. Ratios are to the time of the products alone, as
-blocks of `k` vectors, `num_steps` times: medians, and in brackets the spread. Gradient
-errors are relative, for the derivatives in the length scale and in the noise.
+Beside matfree and, if installed, GPyTorch's linear_operator, in one run, in float64.
+Ratios are to the time of the products alone, as blocks of `k` vectors, `num_steps` times:
+medians, and in brackets the spread. Gradient errors are relative, for the derivatives in
+the length scale and the noise.
 """
 
 import importlib.util

@@ -1,8 +1,9 @@
-"""How often a log-determinant is within three standard errors and the bracket: 200 keys.
+"""Coverage of log-determinants by error bar and bracket.
 
     python benchmarks/logdet_coverage.py
 
-Kernels, Laplacians and random matrices of size 2000, real and complex, in float64 and
+How often the exact value is within three standard errors and the bracket, over 200 keys:
+kernels, Laplacians and random matrices of size 2000, real and complex, in float64 and
 float32, each with 10 probes at a depth that is too small and at one that is not.
 """
 

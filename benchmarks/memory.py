@@ -1,10 +1,10 @@
-"""Memory of calls: what compiled programs take on a CPU, beside their arguments.
+"""Temporary memory of calls, in vectors.
 
     pip install -e '.[examples]'
     python benchmarks/memory.py
 
-In vectors of length n, for the value and for the gradient in the operator, a stencil.
-Nothing is run.
+What compiled programs take on a CPU besides their arguments, in vectors of length n, for
+the value and for the gradient in the operator, a stencil. Nothing is run.
 """
 
 from collections.abc import Callable

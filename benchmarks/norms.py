@@ -1,4 +1,4 @@
-"""Frobenius and row norms of matrices that are not symmetric, as a markdown table.
+"""Error of Frobenius and row norms of nonsymmetric matrices.
 
     python benchmarks/run.py norms
 

@@ -1,11 +1,11 @@
-"""Reads the tables that `run.py` has put into the pages of the documentation."""
+"""Reads the tables that `run.py` has written to `results/`."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 
-DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = Path(__file__).parent / "results"
 TABLE = re.compile(r"^(?:[^|\n].*\n\n?)?((?:\|.*\n)+)", re.MULTILINE)
 
 
@@ -17,12 +17,10 @@ class Table(NamedTuple):
     rows: dict[str, list[str]]
 
 
-def tables(page: str, place: str) -> list[Table]:
-    """Those of a place of a page, such as `tables("benchmarks", "accuracy")`."""
-    text = (DOCS / f"{page}.md").read_text()
-    text = text.split(f"<!-- {place} -->\n")[1].split(f"<!-- end of {place} -->")[0]
+def tables(name: str) -> list[Table]:
+    """The tables that `name.py` has printed."""
     found = []
-    for block in TABLE.finditer(text):
+    for block in TABLE.finditer((RESULTS / f"{name}.md").read_text()):
         (_, *columns), _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")]
             for line in block[1].splitlines()

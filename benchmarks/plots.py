@@ -1,10 +1,12 @@
-"""Draws the tables of the pages as pictures for a light and for a dark page.
+"""Draws the tables of `results/` as pictures for a light and for a dark page.
 
     python benchmarks/plots.py
 
-So a picture says what its table says; it holds a digest of that table.
+Each picture holds a digest of its tables, so that a test can tell whether it is current.
+Letters are at least 10 points high, for phones.
 """
 
+import math
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -17,12 +19,12 @@ from pages import numbers, Table, tables
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SOURCES = {
+    "home": ["calibration"],
     "accuracy": ["accuracy"],
     "coverage": ["calibration"],
     "time": ["dense", "diagonal"],
     "scaling": ["scaling"],
 }
-PAGES = {"calibration": "error_bars", "scaling": "scaling"}
 SHOWN = {"poly": "eigenvalues $i^{-2}$", "exp": "eigenvalues $0.7^i$", "step": "a step"}
 # Color on a light and on a dark page, and line style, of each estimator.
 LOOK = {
@@ -36,7 +38,7 @@ MARKERS = {"traceax 1.0": "x", "matfree": "o", "curvlinops": "s", "skerch": "^"}
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "traceax",
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
@@ -49,9 +51,7 @@ INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.
 
 
 def read(picture: str) -> dict[str, list[Table]]:
-    return {
-        name: tables(PAGES.get(name, "benchmarks"), name) for name in SOURCES[picture]
-    }
+    return {name: tables(name) for name in SOURCES[picture]}
 
 
 def digest(picture: str) -> str:
@@ -98,6 +98,40 @@ def packages(found: list[Table]) -> dict[str, dict]:
     return {name: marker(name, "gray") for name in MARKERS if name in present}
 
 
+def power_of_ten(x: float, _) -> str:
+    """Without a superscript, which would be too small on a phone."""
+    return f"1e{round(math.log10(x))}"
+
+
+SUBJECT = "How often a 95% interval covers the true trace"
+# Where the labels of the published bars stand.
+HOME = {"XTrace": (19.5, 0.81), "XNysTrace": (4, 0.61)}
+
+
+def home(figure: Figure, dark: bool) -> None:
+    """One spectrum, for a glance on a phone: larger letters, labels beside the lines."""
+    figure.set_size_inches(5.2, 3.2)
+    (panel,) = figure.subplots(1, 1, squeeze=False).flat
+    table = by_spectrum(read("home")["calibration"])["exp"]
+    samples = [int(each) for each in table.columns]
+    for estimator, where in HOME.items():
+        for bar, linestyle in (("", "-"), (", published", (0, (4, 2)))):
+            covered = [numbers(cell)[0] for cell in table.rows[estimator + bar]]
+            style = look(estimator, dark) | {"linestyle": linestyle, "linewidth": 2.2}
+            panel.semilogx(samples, covered, **style)
+        text = f"{estimator}, published bars"
+        panel.text(*where, text, color=style["color"], fontsize=11)
+    panel.text(3.6, 1.03, "traceax: XTrace, XNysTrace", fontsize=11, weight="bold")
+    panel.axhline(0.95, color="gray", linewidth=1)
+    panel.text(6, 0.895, "nominal 95%", color="gray", fontsize=11)
+    figure.suptitle(SUBJECT, fontsize=12, x=0.02, ha="left")
+    panel.set_xlabel(f"samples ({keys(table)}, {SHOWN['exp']})", fontsize=11)
+    panel.set_ylim(0.38, 1.09)
+    panel.set_yticks((0.4, 0.6, 0.8, 0.95), ("40%", "60%", "80%", "95%"), fontsize=11)
+    panel.set_xticks(samples, table.columns, fontsize=11)
+    panel.minorticks_off()
+
+
 def accuracy(figure: Figure, dark: bool) -> None:
     axes = figure.subplots(2, len(SHOWN), sharex=True, sharey="row")
     found = by_spectrum(read("accuracy")["accuracy"])
@@ -112,7 +146,7 @@ def accuracy(figure: Figure, dark: bool) -> None:
             up.loglog(products, [cell[0] for cell in cells], **style)
             if len(cells[0]) > 1:
                 down.semilogx(products, [cell[1] for cell in cells], **style)
-        up.set_title(title, fontsize=10)
+        up.set_title(title, fontsize=11)
         down.axhline(1, color="gray", linewidth=0.8)
         down.set_xlabel(f"products with the operator ({keys(found[spectrum])})")
     axes[0, 0].set_ylabel("mean relative error")
@@ -121,6 +155,7 @@ def accuracy(figure: Figure, dark: bool) -> None:
     axes[1, 0].set_ylim(0, 2.5)
     axes[1, 0].set_xticks((10, 30, 100, 300), ("10", "30", "100", "300"))
     axes[1, 0].minorticks_off()
+    axes[0, 0].yaxis.set_major_formatter(power_of_ten)
     legend(figure, estimators(dark) | packages([*found.values()]), 5)
 
 
@@ -139,7 +174,7 @@ def coverage(figure: Figure, dark: bool) -> None:
                 panel.semilogx(samples, covered, **look(estimator, dark))
         for panel in (up, down):
             panel.axhline(0.95, color="gray", linewidth=0.8)
-        up.set_title(title, fontsize=10)
+        up.set_title(title, fontsize=11)
         down.set_xlabel(f"samples ({keys(found[spectrum])})")
     axes[0, 0].set_ylabel("coverage, traceax")
     axes[1, 0].set_ylabel("coverage, published bars")
@@ -157,16 +192,18 @@ def time(figure: Figure, dark: bool) -> None:
         draw_times(panel, dense, "A @ block, seconds", lines, name, dark)
         products = [numbers(cell)[0] for cell in dense.rows["A @ block, seconds"]]
         panel.plot(sizes(dense), products, color="gray", linewidth=0.8)
-        panel.set_title(f"{name}, dense", fontsize=10)
+        panel.set_title(f"{name}, dense", fontsize=11)
     lines = {name: name for name in cheap.rows if ", " not in name}
     draw_times(axes[5], cheap, "traceax 2.0, seconds", lines, "Hutchinson", dark)
-    axes[5].set_title("Hutchinson, diagonal", fontsize=10)
+    axes[5].set_title("Hutchinson, diagonal", fontsize=11)
     for panel in axes[3:]:
         panel.set_xlabel("n")
     for panel in axes[::3]:
         panel.set_ylabel("seconds")
     for panel in axes:
         panel.minorticks_off()
+        panel.xaxis.set_major_formatter(power_of_ten)
+        panel.yaxis.set_major_formatter(power_of_ten)
     legend(figure, estimators(dark) | packages([dense]), 5)
 
 
@@ -176,7 +213,7 @@ def sizes(table: Table) -> list[float]:
 
 def draw_times(panel, table, base, lines, estimator, dark) -> None:
     """Of each package, as far as it was run."""
-    seconds, height = [numbers(cell)[0] for cell in table.rows[base]], 18
+    seconds, height = [numbers(cell)[0] for cell in table.rows[base]], 28
     for package, label in lines.items():
         ratios = [cell for cell in table.rows[label] if not cell.startswith("not run")]
         run = [numbers(ratio)[0] * s for ratio, s in zip(ratios, seconds, strict=False)]
@@ -189,8 +226,8 @@ def draw_times(panel, table, base, lines, estimator, dark) -> None:
             where = sizes(table)[len(run) - 1], run[-1]
             text = f"{package}: {int(memory) / 1000:.0f} GB next"
             offset = {"xytext": (-40, height), "textcoords": "offset points"}
-            panel.annotate(text, where, fontsize=8, va="center", **offset)
-            height -= 10
+            panel.annotate(text, where, va="center", **offset)
+            height -= 13
 
 
 SPLIT = "probes", "rows"
@@ -220,14 +257,15 @@ def scaling(figure: Figure, dark: bool) -> None:
             cells = [row[3 * column :] for row in found[name].rows.values()]
             memory.loglog(devices, [in_mib(cell[2]) for cell in cells], **style)
             sent.loglog(devices, [in_mib(cell[1]) for cell in cells], **style)
-        memory.set_title(f"{split_by} are split", fontsize=10)
+        memory.set_title(f"{split_by} are split", fontsize=11)
         sent.set_xlabel("devices")
     axes[0, 0].set_xticks(devices, [str(count) for count in devices])
     for panel in axes.flat:
         panel.minorticks_off()
+        panel.yaxis.set_major_formatter(power_of_ten)
     axes[0, 0].set_ylabel("memory per device, MiB")
     axes[1, 0].set_ylabel("sent by a device, MiB")
-    legend(figure, styles, 3)
+    legend(figure, styles, 2)
 
 
 def draw(picture: str, dark: bool) -> None:

@@ -1,9 +1,10 @@
-"""Operators that are zero, of low rank, or tiny, in float32: ours and the peers'.
+"""Traces of zero, low-rank and tiny operators, by package.
 
     python benchmarks/run.py robust
 
-Relative error, and in brackets the standard error relative to the trace, medians over
-100 keys, and how many of them gave NaN, if any did. n = 200, k = 40.
+Relative error, absolute for the zero operator, and in brackets the standard error
+likewise: medians over 100 keys, and how many of them gave NaN, if any did. float32,
+n = 200, k = 40.
 """
 
 import jax

@@ -1,10 +1,10 @@
-"""Bias of gradients of roots and logarithms, relative to the gradient.
+"""Bias of gradients of norms and logarithms.
 
     python benchmarks/run.py root_bias
 
-By 20,000 keys; the number after "+-" is the standard error of the bias. The gradient of a
-row norm is in the scale of the row, or in a small entry of one that has a large one too;
-that of a Frobenius norm in the scale; that of `log_trace_exp` in the scale.
+Relative to the gradient, from 20,000 keys; the number after "+-" is the standard error of
+the bias. The gradient of a row norm is in the scale of the row, or in a small entry
+beside a large one; of a Frobenius norm and of `log_trace_exp` it is in the scale.
 """
 
 import jax

@@ -1,9 +1,11 @@
-"""What the rounds of an adaptive budget cost beside a fixed one of as many products.
+"""Time of adaptive rounds over that of a fixed budget.
 
     python benchmarks/rounds.py [n]
 
-A dense float32 operator, all of 128 products in rounds of 16, and of 32, against `k=128`
-at once, and for Hutchinson against `k=128` in blocks of as many probes too.
+128 products with a dense float32 operator, in rounds of 16 and of 32, against `k=128` at
+once, and for Hutchinson against `k=128` in blocks of as many probes too. A dense product
+takes longer for each column if there are fewer of them, so compare the rounds of
+Hutchinson with blocks of the same size.
 """
 
 import sys

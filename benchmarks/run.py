@@ -1,12 +1,12 @@
-"""Runs benchmarks and puts what they print into the pages that have a place for it.
+"""Runs benchmarks and writes what they print to `results/`, for the documentation.
 
     python benchmarks/run.py [name ...]
 
-Without names, all but those for accelerators: what a page has between the comments
-`<!-- name -->` and `<!-- end of name -->` is replaced by what `benchmarks/name.py`
-prints. Then `plots.py` draws the tables. Those that take no times run one on each core,
-the others after them, alone. All run in an environment of their own,
-`.peers/environment`, with the other packages; the first call makes it.
+Without names, all that have a result but those for accelerators: `results/name.md` gets
+what `name.py` prints. A page shows it by the line `--8<-- "name.md"`; what no page shows
+is on the page of further measurements. Then `plots.py` draws the tables. Those that take
+no times run one on each core, the others after them, alone. All run in an environment of
+their own, `.peers/environment`, with the other packages; the first call makes it.
 """
 
 import os
@@ -21,9 +21,8 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT, RESULTS = HERE.parent, HERE / "results"
 RELEASED, ENVIRONMENT = ROOT / ".peers", ROOT / ".peers" / "environment"
-PLACE = re.compile(r"<!-- ([\w/]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 PEERS = {
     "matfree": "0.6.3",
     "linear_operator": "0.6.1",
@@ -75,29 +74,24 @@ def printed_by_one_thread(name: str) -> str:
     return printed(name, NPROC="1", OMP_NUM_THREADS="1")
 
 
-def fill(page: Path, name: str, machine: str, table: str) -> None:
-    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, rest = page.read_text().split(start)
+def write(name: str, machine: str, table: str) -> None:
     text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{table}\n"
-    page.write_text(before + start + text + end + rest.split(end)[1])
+    (RESULTS / f"{name}.md").write_text(text)
 
 
 def main(wanted: list[str]) -> None:
-    machine = described()  # before pages change
-    pages = {
-        name: page
-        for page in sorted((ROOT / "docs").rglob("*.md"))
-        for name in PLACE.findall(page.read_text())
-        if name in wanted or not (wanted or name.startswith("accelerator/"))
-    }
-    alone = [name for name in pages if takes_times(name)]
-    together = [name for name in pages if name not in alone]
+    machine = described()  # before results change
+    kept = [path.relative_to(RESULTS).with_suffix("") for path in RESULTS.rglob("*.md")]
+    default = sorted(str(name) for name in kept if name.parts[0] != "accelerator")
+    names = wanted or default
+    alone = [name for name in names if takes_times(name)]
+    together = [name for name in names if name not in alone]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tables = pool.map(printed_by_one_thread, together)
         for name, table in zip(together, tables, strict=True):
-            fill(pages[name], name, machine, table)
+            write(name, machine, table)
     for name in alone:
-        fill(pages[name], name, machine, printed(name))
+        write(name, machine, printed(name))
     printed("plots")
 
 

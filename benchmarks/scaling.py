@@ -1,14 +1,14 @@
-"""What each device sends and holds on 1 to 4096 devices, from compiled programs that are
-not run.
+"""Memory and communication on 1 to 4096 devices.
 
     python benchmarks/scaling.py [devices ...]
 
-A float32 operator of n = 2^20 with the diagonal as its only array and two neighbours in
-each row, on simulated CPU devices, as many as there are probes or rows to split. Bytes
-are those that a device sends in the bandwidth-optimal (ring) form of each collective,
-those of a loop as many times as the loop goes round, or once where the data decide:
-rounds of an adaptive budget, second passes of Gram-Schmidt. Memory is what XLA:CPU sets
-aside for the program besides its arguments.
+Counted in compiled programs that are not run. A float32 operator of n = 2^20 with the
+diagonal as its only array and two neighbours in each row, on simulated CPU devices, as
+many as there are probes or rows to split. Bytes are those that a device sends in the
+bandwidth-optimal (ring) form of each collective. Those of a loop count as many times as
+it goes round, or once where this depends on the data: rounds of an adaptive budget,
+second passes of Gram-Schmidt. Memory is what XLA:CPU sets aside for the program besides
+its arguments.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""What `Sharded` costs and gains, and what it communicates.
+"""Cost, gain and communication of `Sharded`.
 
     python benchmarks/sharded.py
 
 1. One device: its time over that of `Local`, in one process, interleaved.
-2. One process on one core against two on two cores, one each (needs `taskset`).
+2. The speed-up of two processes on two cores, one each, over one process on one core
+   (needs `taskset`).
 3. Bytes that each device sends to an all-reduce, from the compiled program, which is not
    run, for 2 to 512 simulated devices.
 """

@@ -1,9 +1,9 @@
-"""The quadrature error of a log-determinant without full reorthogonalisation.
+"""Quadrature error without full reorthogonalisation.
 
     python benchmarks/run.py windows
 
-A Gaussian kernel matrix of 1000 points on a line, noise 1e-3, 10 probes: the difference
-from 300 steps with full reorthogonalisation, for the same probes.
+The log-determinant of a Gaussian kernel matrix of 1000 points on a line, noise 1e-3, 10
+probes: the difference from 300 steps with full reorthogonalisation, for the same probes.
 """
 
 import jax

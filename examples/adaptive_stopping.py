@@ -1,11 +1,11 @@
 # %% [markdown]
-# # Is a tolerance kept?
+# # Stop at a tolerance, and check that it is kept
 #
-# How many products does an estimate take? Here the run decides: `k=tx.Adaptive(rtol=...)`
-# adds products until the error bar is small enough. We look at one run; measure over many
-# keys how often the true error is within the tolerance, and how many products the best
-# fixed budget would have taken; resume a run that ended too soon; see how the number of
-# products grows as the tolerance shrinks; and estimate a log-determinant.
+# With `k=tx.Adaptive(rtol=...)` a run adds products until the error bar is small
+# enough. This tutorial looks at one run, measures over many keys how often the true
+# error is within the tolerance and how many products the best fixed budget would take,
+# resumes a run that ended too soon, shows how the cost grows as the tolerance shrinks,
+# and ends with a log-determinant.
 
 # %%
 import equinox as eqx
@@ -25,11 +25,11 @@ jax.config.update("jax_enable_x64", True)
 # %% [markdown]
 # ## An operator with a known trace
 #
-# The covariance of a stationary process on a ring of $n$ points is a circulant matrix: a
-# Fourier transform makes it diagonal. So a product costs two FFTs, the matrix is never
-# formed, and the trace is the sum of its spectrum, against which every error below is
-# measured. Frequency $f$ has the eigenvalue $(1 + |f|)^{-p}$: the larger $p$, the
-# smoother the process, and the more of the trace is in few directions.
+# The covariance of a stationary process on a ring of $n$ points is circulant, and a
+# Fourier transform makes it diagonal. So a product costs two FFTs, and the trace is the
+# sum of the spectrum, which gives the exact errors below. Frequency $f$ has the
+# eigenvalue $(1 + |f|)^{-p}$: larger $p$ means a smoother process, with more of the
+# trace in few directions.
 
 # %%
 n = 1000
@@ -53,15 +53,15 @@ def exact_trace(p):
 # %% [markdown]
 # ## One run
 #
-# The run below is to have an error below 0.2% with a confidence of 95%. Products are
-# spent in rounds of 16. After each round it checks whether
+# This run asks for an error below 0.2% with a confidence of 95%. It spends products in
+# rounds of 16, and stops after the first round with
 #
 # $$
 # q\,\mathrm{std\_err} \le \mathrm{rtol}\,|\mathrm{value}|,
 # $$
 #
-# with $q$ the quantile of Student's t, and stops if so. `max_k` bounds the budget, and
-# sets the size of the buffers. `history=True` records every round.
+# where $q$ is the quantile of Student's t. `max_k` bounds the budget and sets the size
+# of the buffers. `history=True` records every round.
 
 # %%
 budget = tx.Adaptive(rtol=2e-3, max_k=160, history=True)
@@ -69,15 +69,15 @@ key = jax.random.key(0)
 xtrace = tx.XTraceEstimator()
 solution = tx.trace(covariance(SMOOTH), xtrace, k=budget, key=key)
 exact = exact_trace(SMOOTH)
-print(f"{solution.value:.5f} +- {solution.std_err:.5f}, exactly {exact:.5f}")
+print(f"{solution.value:.5f} +- {solution.std_err:.5f}, exact {exact:.5f}")
 print(f"after {solution.stats['num_matvecs']} of at most {budget.max_k} products")
-print(f"relative error {abs(solution.value / exact - 1):.1e}, asked for 2e-03")
+print(f"relative error {abs(solution.value / exact - 1):.1e}, requested 2e-03")
 
 # %% [markdown]
-# On the left the value after each round, on the right the same run on a logarithmic
-# scale. The standard error is *estimated* after each round from the samples so far, and
-# the true error is one draw from the distribution that it describes, so the two need not
-# fall together. The run ends when the half-width of the interval crosses the tolerance.
+# On the left is the value after each round, on the right the same run on a logarithmic
+# scale. The standard error is *estimated* from the samples so far, and the true error
+# is one draw from the distribution that it describes, so the two need not fall
+# together. The run ends when the half-width of the interval falls below the tolerance.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -92,22 +92,22 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# ## Does it keep its promise?
+# ## Is the tolerance kept?
 #
-# A rule that checks after every round stops a little more often where the error bar
-# happens to be too small. No theorem says that the confidence still holds then. So we
-# measure it, over many keys, for four pairs of estimator and operator.
+# A rule that checks after every round stops slightly more often where the error bar
+# happens to be too small. No theorem says that the confidence survives this, so we
+# measure it over many keys, for four pairs of estimator and operator.
 #
-# The rounds of a run depend neither on the tolerance nor on the confidence: those decide
-# only when to stop. So one run with a tolerance that is never met has the rounds of all
-# the others. `rtol` may be traced, so that one compiled function serves for both.
+# The rounds of a run depend neither on the tolerance nor on the confidence, which only
+# decide when to stop. So one run with a tolerance that is never met contains the rounds
+# of all the others. `rtol` may be traced, so one compiled function serves both.
 
 # %%
 KEYS = jax.random.split(jax.random.key(1), 400)
 
 
 def many_runs(estimator, max_k):
-    """A function of the operator's p, the tolerance and the keys: a history for each."""
+    """Returns a function of p, the tolerance and the keys that gives histories."""
 
     @jax.jit
     def run(p, rtol, keys):
@@ -141,9 +141,9 @@ cases = {
 }
 
 # %% [markdown]
-# The same rule in NumPy: the first round with at least 10 samples (`min_samples`) whose
-# interval is inside the tolerance. We check on real runs that the compiled loop stops
-# there, too.
+# Here is the same rule in NumPy: the first round with at least 10 samples
+# (`min_samples`) whose interval is within the tolerance. We check on real runs that the
+# compiled loop stops there too.
 
 
 # %%
@@ -163,13 +163,13 @@ real = hutchinson(ROUGH, 1e-2, KEYS)
 products, _ = stop(cases["Hutchinson, rough"], 0.95)
 made = np.isfinite(real[..., 0])
 same = np.mean(np.max(real[..., 0], axis=1, where=made, initial=0) == products)
-print(f"{same:.1%} of the real runs stop after as many products")
+print(f"{same:.1%} of the real runs stop after the same number of products")
 
 # %% [markdown]
-# Three numbers for each case. *Within*: how many of the runs have a true error below the
-# tolerance. *Best fixed budget*: the smallest one, in whole rounds, that has 95% of the
-# keys below the tolerance. Nobody knows it without the exact trace, but no fixed budget
-# can do better. *Bias*: the mean of the error over its standard deviation.
+# The table has three numbers for each case. *Within* is the fraction of runs whose true
+# error is below the tolerance. *Best fixed* is the smallest budget, in whole rounds,
+# that keeps 95% of the keys below the tolerance; nobody knows it without the exact
+# trace. *Bias* is the mean error over its standard deviation.
 
 # %%
 print("                     rtol  within  products  best fixed   bias")
@@ -183,17 +183,17 @@ for name, case in cases.items():
     print(f" {best:11d} {bias:+6.2f}")
 
 # %% [markdown]
-# The runs keep the promise, and cost up to about a third more than the best fixed budget.
-# The fractions themselves have an error of one percentage point for 400 keys, and of two
-# for 120.
+# The runs keep the tolerance, and cost up to about a third more than the best fixed
+# budget. The fractions have an error of about one percentage point for 400 keys, and
+# two for 120.
 #
-# Hutchinson's estimates are biased, by about a tenth of the spread of a single run:
-# samples that are close together end a run early, and where the distribution is skewed
-# those are the small ones. This shows over hundreds of keys, but not in one run. For the
-# other two estimators 120 keys are too few to tell a bias from zero. To average over many
-# keys, take a fixed `k`.
+# Hutchinson's estimates are biased by about a tenth of the spread of a run. Samples
+# that are close together end a run early, and where the distribution is skewed those
+# are the small ones. This shows over hundreds of keys, not in one run. For the other
+# two estimators 120 keys are too few to tell a bias from zero. To average over many
+# keys, use a fixed `k`.
 #
-# Where the errors end up:
+# Here are the errors at the end:
 
 # %%
 figure, axes = plt.subplots(
@@ -214,12 +214,12 @@ plt.show()
 # %% [markdown]
 # ## Other confidences
 #
-# 95% is the default; `confidence` may be any other. Below the diagonal a rule promises
-# too much, above it is cautious. To see what the caution is worth, we add a naive rule:
-# look at Hutchinson's samples one at a time from the fourth on, and stop as soon as
-# $1.96\, s / \sqrt{m}$, or the corresponding number for another confidence, is within the
-# tolerance. It draws the same probes, because probe $i$ depends on the key and on $i$
-# alone.
+# The default is 95%; set `confidence` for another. Below the diagonal a rule is
+# overconfident, above it is cautious. For comparison we add a naive rule: look at
+# Hutchinson's samples one at a time from the fourth on, and stop as soon as
+# $1.96\, s / \sqrt{m}$, or the corresponding number for another confidence, is within
+# the tolerance. It uses the same probes, because probe $i$ depends only on the key and
+# on $i$.
 
 # %%
 confidences = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
@@ -250,25 +250,25 @@ for name, case in cases.items():
     within = [np.mean(abs(stop(case, c)[1]) <= case[1]) for c in confidences]
     ax.plot(confidences, within, "o-", label=name)
 ax.plot(confidences, [naive(c) for c in confidences], "kx:", label="naive rule, smooth")
-ax.plot(confidences, confidences, "k--", lw=1, label="as asked")
-ax.set(xlabel="asked confidence", ylabel="fraction of runs within the tolerance")
+ax.plot(confidences, confidences, "k--", lw=1, label="requested")
+ax.set(xlabel="requested confidence", ylabel="fraction of runs within the tolerance")
 ax.legend()
 plt.show()
-print(f"asked 95%: the naive rule has {naive(0.95):.1%}")
+print(f"requested 95%: the naive rule reaches {naive(0.95):.1%}")
 
 # %% [markdown]
-# The two rules differ in three things: the quantile of Student's t, the factor for few
-# and skewed samples in the [error bar](../error_bars.md), and checking rarely, after a
-# round rather than after each sample. At low confidences the large surplus has another
-# reason: the least that a run spends, 16 products or 10 samples, is more than they need.
+# The rules differ in three ways: the quantile of Student's t, the correction for few
+# and skewed samples in the [error bar](../docs/error_bars.md), and checks after rounds
+# rather than after each sample. At low confidences the surplus has another reason: the
+# least that a run spends, 16 products or 10 samples, is more than it needs.
 
 # %% [markdown]
 # ## A run that ended too soon
 #
-# A budget may be too small. With `throw=True`, the default, that is an error; with
-# `throw=False` the estimate is returned, with an error bar as honest as any other, and
-# `result` says what happened. `state` holds what has been spent: the next call goes on
-# from there, with the same operator, estimator and key.
+# A budget may be too small. With `throw=True`, the default, that raises an error. With
+# `throw=False` the estimate is returned with its usual error bar, and `result` says
+# what happened. `state` keeps what has been spent: the next call resumes from it, with
+# the same operator, estimator and key.
 
 # %%
 small = tx.Adaptive(rtol=2e-3, max_k=64)
@@ -279,12 +279,12 @@ print(f"{first.value:.5f} +- {first.std_err:.5f}, {first.stats['num_matvecs']} p
 larger = tx.Adaptive(rtol=2e-3, max_k=160)
 second = tx.trace(covariance(SMOOTH), xtrace, k=larger, key=key, state=first.state)
 total = second.stats["num_matvecs"]
-print(f"{second.value:.5f} +- {second.std_err:.5f}, {total} products in all")
+print(f"{second.value:.5f} +- {second.std_err:.5f}, {total} products in total")
 print(f"one run without a break differs by {abs(second.value - solution.value):.0e}")
 
 # %% [markdown]
-# The state is a PyTree of arrays, so that it can be written to a file by
-# `equinox.tree_serialise_leaves` and outlive the process.
+# The state is a PyTree of arrays. Write it to a file with
+# `equinox.tree_serialise_leaves`, and it outlives the process.
 
 # %%
 arrays = [x for x in jax.tree.leaves(first.state) if eqx.is_array(x)]
@@ -294,13 +294,14 @@ print(f"{len(arrays)} arrays, {sum(x.nbytes for x in arrays) / 1e6:.1f} MB")
 # ## What a smaller tolerance costs
 #
 # The tolerance may be traced, so `jax.vmap` over tolerances gives the price list of an
-# operator in one call. Independent samples, as of Hutchinson, have an error of
-# $k^{-1/2}$, so that $k \propto \mathrm{rtol}^{-2}$: ten times more accurate is a hundred
-# times more products. XTrace and XNysTrace remove a subspace that grows with $k$. On
-# eigenvalues $i^{-p}$ what is left has Frobenius norm about $k^{1/2 - p}$, and averaging
-# over about $k$ samples gains another $k^{-1/2}$: the error is about $k^{-p}$, so that $k
-# \propto \mathrm{rtol}^{-1/p}$, here $\mathrm{rtol}^{-1/2}$. Ten times more accurate is
-# about three times more products.
+# operator in one call. Independent samples (Hutchinson) have an error of $k^{-1/2}$, so
+# $k \propto \mathrm{rtol}^{-2}$: one more digit costs a hundred times the products.
+#
+# XTrace and XNysTrace remove a subspace that grows with $k$. On eigenvalues $i^{-p}$
+# the rest has Frobenius norm about $k^{1/2 - p}$, and averaging over about $k$ samples
+# gains another $k^{-1/2}$. So the error is about $k^{-p}$, and
+# $k \propto \mathrm{rtol}^{-1/p}$, here $\mathrm{rtol}^{-1/2}$: one more digit costs
+# about three times the products.
 
 
 # %%
@@ -348,25 +349,25 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Slopes measured from so few products are not quite those of the theory: in small samples
-# the [error bar](../error_bars.md) is wider, and budgets come in rounds of 16.
+# Measured slopes differ somewhat from the theory, since [error
+# bars](../docs/error_bars.md) of few samples are wider, and budgets come in rounds of
+# 16.
 #
-# Under `vmap` all lanes of a batch wait for the slowest: a loop over many runs takes as
-# long as if each needed as much as the longest one. `jax.lax.map`, as above, does not
-# wait.
+# Under `vmap` all lanes of a batch wait for the slowest, so each takes as long as the
+# longest run. `jax.lax.map`, as above, does not wait.
 
 # %% [markdown]
 # ## A log-determinant
 #
-# The same budget works for `tx.logdet`, and there it counts probes; each costs
-# `num_steps` products. But a log-determinant has [two errors](../logdet.md#two-errors),
-# and the tolerance is for one of them: that of sampling. With too few Lanczos steps the
-# estimate converges too, but to another number. So `stats["bracket"]`, between whose ends
-# the value would lie with enough steps, is part of the answer. It is tight where the
-# smallest eigenvalue is known: here the noise variance, 0.01, bounds it from below.
+# The same budget works for `tx.logdet`, where it counts probes; each costs `num_steps`
+# products. But a log-determinant has [two errors](../docs/logdet.md), and the tolerance
+# covers only the sampling error. With too few Lanczos steps the estimate converges to a
+# wrong number. So look at `stats["bracket"]`: with enough steps the value would lie
+# inside it. It is tight where the smallest eigenvalue is known, here bounded below by
+# the noise variance, 0.01.
 #
-# A kernel matrix of 600 handwritten digits, with 5 steps, with 40, and with 10 and a
-# preconditioner, whose 100 products are counted:
+# We take a kernel matrix of 600 handwritten digits with 5 steps, with 40, and with 10
+# and a preconditioner, whose 100 products are counted:
 
 # %%
 images = load_digits().data[:600] / 16
@@ -379,7 +380,7 @@ preconditioner = tx.nystrom_preconditioner(operator, rank=100, key=key1, shift=1
 slq = tx.SLQEstimator(lower_bound=1e-2)
 budget = tx.Adaptive(rtol=1e-2, max_k=256)
 
-print(f"exactly {exact:.1f}, tolerance {abs(exact) * 1e-2:.1f}")
+print(f"exact {exact:.1f}, tolerance {abs(exact) * 1e-2:.1f}")
 print("steps  probes  products    value +- std_err   error       bracket")
 for num_steps, outer in ((5, None), (40, None), (10, preconditioner)):
     settings = {"num_steps": num_steps, "preconditioner": outer, "key": key2}
@@ -392,20 +393,20 @@ for num_steps, outer in ((5, None), (40, None), (10, preconditioner)):
 
 # %% [markdown]
 # All three runs report success. With 5 steps the value is off by many times the
-# tolerance, and the bracket, far wider than the error bar, says so: raise `num_steps`,
-# not `max_k`. In the other two rows the bracket is narrower than the tolerance, and the
-# error is one of sampling. With the preconditioner fewer steps are enough, and there is
-# less to sample: the first test, after one round, ends that run.
+# tolerance, and the bracket, far wider than the error bar, shows it: raise `num_steps`,
+# not `max_k`. In the other two rows the bracket is narrower than the tolerance, and
+# sampling makes the error. The preconditioner needs fewer steps and leaves less to
+# sample, so that run ends after one round.
 #
 # ## What to remember
 #
-# - The tolerance is a statement about the error bar at the time of stopping. Here and in
-#   [larger measurements](../adaptive.md#stopping-early) at least as many runs as asked
-#   keep it, or within a point; that is an observation, not a theorem.
-# - The number of products comes in rounds, and there is a least one. Where 16 products
-#   are enough, a fixed `k` is as good.
-# - Choose the estimator first: by the list of products above, XTrace at 0.4% is cheaper
-#   here than Hutchinson at 8.7%.
-# - `max_k` costs memory and, for XTrace and XNysTrace, time, even if it is not reached:
+# - The tolerance applies to the error bar when the run stops. Here and in [larger
+#   measurements](../docs/adaptive.md) at least the requested fraction of runs keeps it,
+#   within a percentage point. That is an observation, not a theorem.
+# - Products come in rounds, and there is a minimum. Where 16 products are enough, a
+#   fixed `k` is as good.
+# - Choose the estimator first: in the price list above, XTrace at 0.4% is cheaper than
+#   Hutchinson at 8.7%.
+# - `max_k` costs memory, and for XTrace and XNysTrace time, even if it is not reached:
 #   the small matrices of every round have the size of the budget.
-# - For a log-determinant look at the bracket.
+# - For a log-determinant, look at the bracket.

@@ -1,12 +1,12 @@
 # %% [markdown]
-# # Training with the diagonal of the curvature
+# # Train a network with the diagonal of its curvature
 #
 # Adam divides each step by the size of past gradients. Sophia and AdaHessian divide by
-# the curvature of the loss in that direction instead, which is an entry of the diagonal
-# of its Hessian and is estimated from a few products. You learn how to estimate that
-# diagonal with error bars, how to put it into an [optax](https://optax.readthedocs.io)
-# optimiser, what it gains over Adam and what it costs, and how the curvature is shared
-# among the layers. The network is small and learns scikit-learn's digits.
+# the curvature of the loss in each direction, an entry of the diagonal of its Hessian.
+# This tutorial estimates that diagonal with error bars, builds an
+# [optax](https://optax.readthedocs.io) optimiser with it, compares cost and result with
+# Adam, and shows how the curvature is shared among the layers. A small network learns
+# scikit-learn's digits.
 
 # %%
 import equinox as eqx
@@ -26,10 +26,10 @@ import traceax as tx
 # %% [markdown]
 # ## A network and its curvature
 #
-# A Hessian may have negative entries on its diagonal, and a step divided by one goes
+# A Hessian may have negative entries on its diagonal, and dividing by one makes a step
 # uphill. The generalised Gauss-Newton operator (GGN) leaves out the part of the Hessian
-# that can be negative, and it is semidefinite. `tx.ggn` makes it of the network and the
-# loss of its outputs. One product costs about as much as two gradients.
+# that can be negative, so it is semidefinite. `tx.ggn` takes the network and the loss
+# of its outputs. One product costs about two gradients.
 
 # %%
 pixels, digits = load_digits(return_X_y=True)
@@ -70,11 +70,11 @@ def curvature(parameters, batch):
 # %% [markdown]
 # ## The diagonal, with error bars
 #
-# `tx.diagonal` estimates all entries at once, from 20 products. The tag tells the default
-# estimator that the operator is semidefinite, and it chooses between a basis and plain
-# random signs [while it runs](../quantities.md#which-estimator). The answer has the
-# structure of the parameters, and so do its error bars. As many products as parameters
-# give the exact diagonal, to compare.
+# `tx.diagonal` estimates all entries at once, from 20 products. The tag says that the
+# operator is semidefinite, and the default estimator chooses between a basis and plain
+# random signs [at run time](../docs/quantities.md). Values and error bars have the
+# structure of the parameters. For comparison, as many products as parameters give the
+# exact diagonal.
 
 # %%
 operator = curvature(initial, train)
@@ -92,7 +92,7 @@ flat = {
 freedom = int(solution.stats["num_samples"]) - 1
 half = t.ppf(0.975, freedom) * flat["bar"]
 within = np.mean(np.abs(flat["estimate"] - flat["exact"]) <= half)
-print(f"{size} parameters; {within:.1%} of the exact entries are in their 95% interval")
+print(f"{size} parameters; {within:.1%} of the 95% intervals cover the exact entry")
 
 # %%
 ranked = np.argsort(flat["exact"])[::-1]
@@ -125,25 +125,25 @@ right.legend(markerscale=4)
 plt.show()
 
 # %% [markdown]
-# Large entries are known well from 20 products. The small ones, to the right, have bars
-# that reach down to zero (the axis is logarithmic), and some estimates are negative.
-# With four times the products the error falls much faster than by half, since the
-# eigenvalues decay: a few are large, and many are small.
+# Twenty products determine the large entries well. The small ones, to the right, have
+# bars that reach down to zero (the axis is logarithmic), and some estimates are
+# negative. With four times the products the error falls by much more than half, because
+# a few eigenvalues are large and most are small.
 #
 # ## An optimiser with it
 #
-# As in Sophia, the step is the mean of past gradients, over the curvature, and no
-# component of it is larger than the learning rate:
+# As in Sophia, the step is the mean of past gradients divided by the curvature, with
+# each component clipped to the learning rate:
 #
 # $$ u = \mathrm{clip}\Bigl(\frac{\bar g}{\max(\gamma \bar h, \varepsilon)},\,
 #   \pm 1\Bigr) .$$
 #
-# $\bar h$ is an average of estimates, one every ten steps, each from a few products.
-# Where the estimated curvature is small, or negative by chance, clipping makes a step of
-# constant length.
+# $\bar h$ averages estimates of the diagonal, one every ten steps from a few products
+# each. Where the estimated curvature is small, or negative by chance, clipping makes a
+# step of constant length.
 #
-# An optax transformation takes further arguments by name. Here these are a function that
-# makes the operator, which is called when it is needed, and a key.
+# An optax transformation takes extra arguments by name: here a function that makes the
+# operator when it is needed, and a key.
 
 
 # %%
@@ -175,8 +175,8 @@ def scale_by_curvature(k, every, gamma, b1=0.9, b2=0.9, eps=1e-8):
 
 
 # %% [markdown]
-# Both optimisers train on the same batches of 100 images. Each gets four learning rates,
-# of which the one with the smallest loss at the end counts.
+# Both optimisers train on the same batches of 100 images. Each gets four learning
+# rates, and the one with the smallest final loss counts.
 
 # %%
 num_steps, batch_size, k, every = 600, 100, 4, 10
@@ -246,23 +246,24 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# With the same small learning rate the curvature is ahead of Adam in steps: it makes
-# large steps where the loss is flat. But it does not tolerate the large learning
-# rates that Adam does, whose loss at its best rate is lower in the end, and each of
-# its steps costs 1.8 gradients instead of one: four products in ten steps, each of
-# about two gradients. On this small problem **Adam is the better choice**. That is no
-# judgement on the method, which was made for large language models, and has more
-# settings than were tried here ($\gamma$, `k`, `every`, the averages). It shows how a
-# comparison is to be made: each method at its own best, and products counted.
+# At the same small learning rate the curvature is ahead of Adam in steps: it makes
+# large steps where the loss is flat. But it does not tolerate the large learning rates
+# that Adam does, Adam's best loss is lower, and each of its steps costs 1.8 gradients
+# instead of one: four products every ten steps, at about two gradients each.
 #
-# Elsewhere the diagonal itself is needed: in a Laplace approximation, to prune weights,
-# or as a [preconditioner](../quantities.md#as-a-preconditioner).
+# On this small problem **Adam is the better choice**. That is no judgement on the
+# method, which was made for large language models and has settings that were not tuned
+# here ($\gamma$, `k`, `every`, the averages). To compare fairly, tune each method and
+# count products.
+#
+# The diagonal is useful elsewhere too: in a Laplace approximation, to prune weights, or
+# as a [preconditioner](../docs/quantities.md).
 #
 # ## Curvature by layer
 #
-# `tx.leaf_traces` gives the trace of each leaf's block from the same products as the
-# trace of all. Here for each layer's weights and biases, before training and after
-# (Adam, at its best rate).
+# `tx.leaf_traces` estimates the trace of each leaf's block from the same products as
+# the total. Here are the weights and biases of each layer, before and after training
+# with Adam at its best rate.
 
 
 # %%
@@ -285,7 +286,7 @@ for axis, (title, parameters) in zip(
     axis.set(title=title, ylabel="trace of the block")
     axis.tick_params(axis="x", labelrotation=20)
     axis.legend()
-    print(f"{title}: {traces.sum():.4f} in all, exactly {exact.sum():.4f};", end=" ")
+    print(f"{title}: {traces.sum():.4f} in total, exact {exact.sum():.4f};", end=" ")
     print(
         f"largest deviation {np.max(np.abs(traces - exact) / bars):.1f} standard errors"
     )
@@ -293,4 +294,4 @@ plt.show()
 
 # %% [markdown]
 # One product serves all leaves, so the traces of a hundred layers cost as much as one.
-# Other quantities are in [What can be estimated](../quantities.md).
+# [What can be estimated](../docs/quantities.md) has other quantities.

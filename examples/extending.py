@@ -1,11 +1,10 @@
 # %% [markdown]
-# # Writing your own sampler, estimator and matrix function
+# # Write your own sampler, estimator and matrix function
 #
-# Write a sampler, an estimator and a matrix function of your own, and test each the way
-# it should be tested: over a thousand keys, against the exact answer. Each is a class
-# with one short method. The library takes care of keys, blocks of probes, compilation,
-# derivatives, several devices, tolerances and checks of the arguments. The rules that a
-# class has to keep are in [Writing your own](../api/custom.md).
+# Each is a class with one short method. The library takes care of keys, blocks of
+# probes, compilation, derivatives, several devices, tolerances and argument checks.
+# This tutorial writes all three and tests each over a thousand keys against the exact
+# answer. The rules for such classes are in [Writing your own](../docs/api/custom.md).
 
 # %%
 from typing import ClassVar
@@ -22,10 +21,10 @@ import traceax.internal as txi
 
 
 # %% [markdown]
-# The operator is a kernel matrix of 400 of the handwritten digits that are bundled with
-# scikit-learn, $a_{ij} = (1 + s\, x_i^T x_j)^2$ with centred images of mean squared norm
-# one and $s = 1$. It is small, so that thousands of estimates are cheap and the exact
-# answer is known.
+# The operator is a kernel matrix of 400 handwritten digits from scikit-learn,
+# $a_{ij} = (1 + s\, x_i^T x_j)^2$, with centred images of mean squared norm one and
+# $s = 1$. It is small, so thousands of estimates are cheap and the exact answer is
+# known.
 
 # %%
 images = jnp.asarray(load_digits().data[:400], jnp.float32)
@@ -47,10 +46,11 @@ print(f"trace {exact:.1f}, largest eigenvalues", eigenvalues[:-4:-1].round(1))
 # %% [markdown]
 # ## The test
 #
-# Over many keys the mean must be the trace, up to its own standard error: the number `z`
-# should be between about -3 and 3. The reported standard error must be the spread of the
-# values: `bar / spread` should be about 1, or a little above, since small samples get a
-# cautious bar. And about 95% of the values should be `within two` standard errors.
+# Over many keys the mean must be the trace, up to its own standard error: `z` should be
+# between about -3 and 3. The reported standard error must match the spread of the
+# values: `bar / spread` should be about 1, or slightly more, since error bars of few
+# samples are cautious. And about 95% of the values should be `within two` standard
+# errors.
 
 
 # %%
@@ -84,9 +84,9 @@ test("Hutchinson", tx.HutchinsonEstimator())
 # ## A sampler
 #
 # A sampler draws one probe $z$ from one key, with $E[z z^T] = I$. Ours has random signs
-# at a fraction $p$ of the entries, scaled to $1 / \sqrt p$, and zeros elsewhere. It suits
-# operators whose products cost less for a sparse vector. `rotation_invariant` says
-# whether the distribution is the same in every orthonormal basis, which this one is not.
+# at a fraction $p$ of the entries, scaled to $1 / \sqrt p$, and zeros elsewhere. It
+# suits operators with cheap products for sparse vectors. `rotation_invariant` says
+# whether the distribution is the same in every orthonormal basis; this one is not.
 
 
 # %%
@@ -107,13 +107,13 @@ class SparseSigns(tx.AbstractSampler):
 test("sparse signs, p = 0.1", tx.HutchinsonEstimator(SparseSigns()))
 
 # %% [markdown]
-# What do the zeros cost? For independent entries with $E z_i^4 = 1/p$ the variance of one
-# sample $z^T A z$ of a symmetric matrix is
+# What do the zeros cost? For independent entries with $E z_i^4 = 1/p$ and a symmetric
+# matrix, the variance of one sample $z^T A z$ is
 #
 # $$2 \sum_{i \ne j} a_{ij}^2 + \left(\frac1p - 1\right) \sum_i a_{ii}^2 .$$
 #
-# For $p = 1$ the diagonal adds nothing. The density is an array in the sampler, a PyTree,
-# so that `jax.vmap` goes over densities and keys.
+# For $p = 1$ the diagonal adds nothing. The density is an array in the sampler, which
+# is a PyTree, so `jax.vmap` can go over densities and keys.
 
 # %%
 densities = jnp.array([0.01, 0.03, 0.1, 0.3, 1.0])
@@ -144,12 +144,12 @@ plt.show()
 # %% [markdown]
 # ## A streaming estimator
 #
-# A streaming estimator makes one unbiased estimate from one probe and one product. The
-# estimate must be a linear function of the product, apart from a constant. The samples
-# are independent, from which value, error bar and tolerances follow.
+# A streaming estimator makes one unbiased estimate from one probe and one product.
+# Apart from a constant, the estimate must be linear in the product. The samples are
+# independent, and the library makes value, error bar and tolerances from them.
 #
-# Ours has a control variate: an operator $C \approx A$ whose trace is known. It samples
-# $\mathrm{tr}(C) + z^T (A - C) z$, and only the difference contributes to the error.
+# Ours has a control variate: an operator $C \approx A$ with known trace. It samples
+# $\mathrm{tr}(C) + z^T (A - C) z$, so only the difference contributes to the error.
 
 
 # %%
@@ -167,8 +167,8 @@ class Controlled(tx.AbstractStreamingEstimator):
 
 
 # %% [markdown]
-# $C$ is a Nyström approximation, from the columns of $A$ for 40 of the digits. Control
-# variate and sampler combine, as any sampler does with any estimator:
+# $C$ is a Nyström approximation from 40 columns of $A$. The control variate combines
+# with any sampler:
 
 # %%
 columns = A.matrix[:, :40]
@@ -176,28 +176,28 @@ core = jnp.linalg.cholesky(columns[:40] + 1e-4 * jnp.eye(40))
 factor = jax.scipy.linalg.solve_triangular(core, columns.T, lower=True)
 C = lx.MatrixLinearOperator(factor.T @ factor)
 known = jnp.sum(factor**2)
-print(f"the trace of C is {known / exact:.0%} of that of A")
+print(f"trace of C / trace of A: {known / exact:.0%}")
 test("controlled", Controlled(C, known))
 test("controlled, sparse signs", Controlled(C, known, SparseSigns()))
 
 # %% [markdown]
-# Without the control variate, signs at a tenth of the entries cost little, because the
-# off-diagonal entries made most of the variance. The control variate has removed that
-# part, and now the diagonal of $A - C$ matters.
+# Without the control variate, sparse signs cost little, because off-diagonal entries
+# made most of the variance. The control variate has removed that part, so now the
+# diagonal of $A - C$ matters.
 #
 # ## A sketch estimator
 #
-# A sampler draws one probe without knowing the others. If the probes are to depend on
-# each other, they must be taken together: a sketch estimator is given all of them as the
-# columns of an array. Ours makes them orthonormal. For $q_1, \dots, q_m$ in a random
-# direction the samples are $n\, q_i^T A q_i$, and their mean over all $n$ vectors of a
-# basis would be the trace itself. It is sampling without replacement: the variance of the
-# mean has the factor $(n - m) / (n - 1)$.
+# A sampler draws each probe without knowing the others. If probes should depend on each
+# other, write a sketch estimator, which gets all of them as the columns of an array.
+# Ours makes them orthonormal. For $q_1, \dots, q_m$ in a random direction the samples
+# are $n\, q_i^T A q_i$, and their mean over a whole basis would be the trace itself.
+# This is sampling without replacement: the variance of the mean has the factor
+# $(n - m) / (n - 1)$.
 #
-# A sketch also has a *frame*, arrays $L, R$ with
-# $E[\sum L \circ (dA\, R)] = d\,\mathrm{tr}(A)$, from which derivatives are made. Here
-# $L = \frac nm Q$ and $R = Q$. The factorisation is `txi.qr`, which is safe under `vmap`
-# on CPU, where `jnp.linalg.qr` [may deadlock](../devdocs/jax_versions.md).
+# A sketch also returns a *frame*, arrays $L, R$ with
+# $E[\sum L \circ (dA\, R)] = d\,\mathrm{tr}(A)$, which gives the derivatives. Here
+# $L = \frac nm Q$ and $R = Q$. Use `txi.qr` for the factorisation: it is safe under
+# `vmap` on CPU, where `jnp.linalg.qr` [may deadlock](../docs/devdocs/jax_versions.md).
 
 
 # %%
@@ -223,8 +223,9 @@ test("orthogonal", Orthogonal())
 test("sphere", tx.HutchinsonEstimator(tx.SphereSampler()))
 
 # %% [markdown]
-# The fair comparison is with independent probes that are uniform on the sphere. The gain
-# is small for 40 of 400 directions, and large where the probes span most directions:
+# The fair comparison is with independent probes that are uniform on the sphere. The
+# gain is small for 40 of 400 directions, and large where the probes span most
+# directions:
 
 # %%
 budgets = np.array([100, 200, 380])
@@ -254,12 +255,12 @@ plt.show()
 # %% [markdown]
 # ## A matrix function
 #
-# The effective dimension of kernel ridge regression is $\mathrm{tr}\, A (A + \mu I)^{-1}
-# = \sum_i \lambda_i / (\lambda_i + \mu)$, the number of eigenvalues that are large
-# against $\mu$. Any callable will do as the function. A class can say more about it:
-# where it is defined, and that its derivatives from the second on alternate in sign on
-# positive numbers. Then Gauss and Gauss-Radau rules bracket each quadratic form, and the
-# error of stopping Lanczos early is in `stats["bracket"]`.
+# The effective dimension of kernel ridge regression is $\mathrm{tr}\, A (A + \mu
+# I)^{-1} = \sum_i \lambda_i / (\lambda_i + \mu)$, the number of eigenvalues that are
+# large compared with $\mu$. Any callable works as the function. A class can say more:
+# its domain, and that its derivatives from the second on alternate in sign on positive
+# numbers. Then Gauss and Gauss-Radau rules bracket each quadratic form, and
+# `stats["bracket"]` measures the error of stopping Lanczos early.
 
 
 # %%
@@ -287,12 +288,12 @@ for num_steps in (5, 10, 30):
     solution = dimension(1.0, num_steps)
     low, high = solution.stats["bracket"]
     print(f"{num_steps:2} steps: {solution.value:.2f} +- {solution.std_err:.2f}", end="")
-    print(f", quadrature from {low:.2f} to {high:.2f}, exactly {truth:.2f}")
+    print(f", quadrature from {low:.2f} to {high:.2f}, exact {truth:.2f}")
 
 # %% [markdown]
-# $\mu$ is an array of the function, so estimates can be differentiated in it and
-# `jax.vmap` can go over it. The second function is a plain callable, a smooth count of
-# the eigenvalues above a threshold.
+# $\mu$ is an array of the function, so estimates can be differentiated in it, and
+# `jax.vmap` can go over it. The second function is a plain callable, a smoothed count
+# of the eigenvalues above a threshold.
 
 
 # %%
@@ -323,13 +324,13 @@ plt.show()
 # %%
 derivative = jax.jit(jax.grad(lambda mu: dimension(mu).value))(1.0)
 truth = -np.sum(eigenvalues / (eigenvalues + 1) ** 2)
-print(f"derivative in mu {derivative:.1f}, exactly {truth:.1f}")
+print(f"derivative in mu {derivative:.1f}, exact {truth:.1f}")
 
 # %% [markdown]
 # ## What comes for free
 #
-# **Derivatives** with respect to the operator, unbiased as well. Here in the scale $s$ of
-# the kernel, over the keys of the test:
+# **Derivatives** with respect to the operator, which are unbiased too. Here is the
+# derivative in the scale $s$ of the kernel, over the keys of the test:
 
 # %%
 estimators = {
@@ -351,11 +352,11 @@ truth = jax.grad(lambda scale: jnp.trace(kernel(scale).matrix))(1.0)
 for name, estimator in estimators.items():
     slopes = slopes_at(1.0, estimator)
     z = (jnp.mean(slopes) - truth) / jnp.std(slopes) * len(keys) ** 0.5
-    print(f"{name:13} {jnp.mean(slopes):.1f}, exactly {truth:.1f}, z = {z:.2f}")
+    print(f"{name:13} {jnp.mean(slopes):.1f}, exact {truth:.1f}, z = {z:.2f}")
 
 # %% [markdown]
-# **Several devices**: the probes are shared among the devices of a mesh, here all there
-# are, and the answer stays the same. See [Scaling out](../scaling.md).
+# **Several devices**: the devices of a mesh, here all there are, share the probes, and
+# the answer stays the same. See [Scaling out](../docs/scaling.md).
 
 # %%
 mesh = tx.probe_mesh()
@@ -365,9 +366,9 @@ for execution in (tx.Local(), tx.Sharded(mesh)):
 print(f"devices: {mesh.size}")
 
 # %% [markdown]
-# **Tolerances**, for streaming estimators. A sketch estimator needs a few more methods to
-# grow in rounds, those of [`AbstractGrowingEstimator`](../api/custom.md). See
-# [Stopping at a tolerance](../adaptive.md).
+# **Tolerances**, for streaming estimators. To grow in rounds, a sketch estimator needs
+# the methods of [`AbstractGrowingEstimator`](../docs/api/custom.md). See [Stopping at a
+# tolerance](../docs/adaptive.md).
 
 # %%
 budget = tx.Adaptive(rtol=0.06, max_k=384)

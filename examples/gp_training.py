@@ -1,11 +1,11 @@
 # %% [markdown]
-# # Log-determinants: training a Gaussian process
+# # Train a Gaussian process and fill in a photograph
 #
 # The likelihood of a Gaussian process contains the log-determinant of a kernel matrix.
-# This tutorial estimates it by products with vectors, reads its two errors, shows what a
-# preconditioner does for both, and then trains the hyperparameters of a regression by
-# gradients of the estimates. At the end the exact training by Cholesky factorisations
-# says whether the noise of the estimates mattered.
+# This tutorial estimates it with matrix-vector products, reads its two errors, adds a
+# preconditioner, and trains the hyperparameters with gradients of the estimates. Exact
+# training by Cholesky factorisation shows at the end whether the noise of the estimates
+# mattered.
 #
 # ## The model
 #
@@ -17,12 +17,11 @@
 #
 # with the length scale $\ell$, the amplitude $a$ and the noise $\sigma$ to be learned.
 #
-# The data are a photograph that comes with scikit-learn
+# The data come from a photograph in scikit-learn
 # ([source](https://www.flickr.com/photos/vultilion/6056698931/), [CC BY
-# 2.0](https://creativecommons.org/licenses/by/2.0/)), a part of it reduced to 60 by 60
-# pixels. Of its 3600 grey levels 1000 are observed, and the process has to fill in the
-# rest. The points are the positions of the pixels, so lengths are in pixels; the
-# observations are standardised.
+# 2.0](https://creativecommons.org/licenses/by/2.0/)), cropped and reduced to 60 by 60
+# pixels. Of its 3600 grey levels 1000 are observed, and the process fills in the rest.
+# Lengths are in pixels; observations are standardised.
 
 # %%
 import equinox as eqx
@@ -70,14 +69,13 @@ def covariance(params):
 
 
 # %% [markdown]
-# Hyperparameters are positive, so their logarithms are trained. $A$ is stored here, so
-# that there is an exact answer to compare with; the estimates themselves need only its
-# products.
+# The hyperparameters are positive, so we train their logarithms. $A$ is stored here
+# only to have an exact answer; the estimates need nothing but its products.
 #
 # ## One log-determinant, two errors
 #
-# [`logdet`](../logdet.md) takes the number of probes `k` and the number of Lanczos steps
-# for each. The hyperparameters are near those that training will find.
+# [`logdet`](../docs/logdet.md) takes the number of probes `k` and the number of Lanczos
+# steps per probe. The hyperparameters are near the trained ones.
 
 # %%
 params = jnp.log(jnp.array([3.3, 0.8, 0.3]))
@@ -97,18 +95,19 @@ for num_steps in (5, 20):
     report(tx.logdet(operator, slq, k=10, num_steps=num_steps, key=jr.key(0)))
 
 # %% [markdown]
-# The standard error is that of sampling, as the trace is estimated from ten probes. It
-# hardly changes with the steps, and does not see that five steps are too few. The bracket
-# does: it says between which numbers the value would lie, for the same probes, with
-# enough steps. One of its ends needs a lower bound of the spectrum, which the variance of
-# the noise is. Where the bracket is the wider of the two, more steps help. With 20 it is
-# closed, and what is left is sampling, for which more probes would help.
+# The standard error measures sampling with ten probes. It hardly changes with the
+# number of steps, and cannot tell that five steps are too few. The bracket can: with
+# enough steps the value for these probes would lie inside it. One end of the bracket
+# needs a lower bound of the spectrum, here the noise variance.
+#
+# If the bracket is wider than the error bar, take more steps. With 20 steps it is
+# closed, and only more probes would help.
 #
 # ## A preconditioner
 #
-# A matrix $P \approx A$ of known determinant leaves less to be estimated, since
+# A matrix $P \approx A$ of known determinant leaves less to estimate, since
 # $\log\det A = \log\det P + \mathrm{tr}\log(P^{-1/2} A P^{-1/2})$. A randomised Nyström
-# approximation of rank 200, plus the noise, takes 200 products:
+# approximation of rank 200, plus the noise, costs 200 products:
 
 # %%
 preconditioner = tx.nystrom_preconditioner(
@@ -121,12 +120,12 @@ report(solution)
 
 # %% [markdown]
 # The bracket closes in fewer steps, because the preconditioned matrix is better
-# conditioned, and the standard error is several times smaller, because that matrix is
-# nearer to the identity. To gain as much by probes alone would take more of them by the
-# square of that factor.
+# conditioned. The standard error is several times smaller, because that matrix is
+# closer to the identity. Probes alone would have to increase by the square of that
+# factor.
 #
-# The next figure has the root-mean-square error over ten keys, and the root mean squares
-# of the two numbers that each run reports.
+# The next figure shows the root-mean-square error over ten keys, with the root mean
+# squares of the reported standard errors and bracket widths.
 
 
 # %%
@@ -181,9 +180,9 @@ plt.show()
 
 # %% [markdown]
 # Where the dotted line is above the dashed one, quadrature may be the larger error.
-# Beyond their crossing the error is one of sampling, and stays at the dashed line
-# whatever the steps. There the preconditioner has divided it by the first number below.
-# By probes alone that takes its square times as many.
+# Beyond their crossing only the sampling error is left, and more steps do not help. The
+# next cell prints how much smaller the preconditioner makes that error, and what the
+# same gain would cost with probes alone.
 
 # %%
 steps, bars = {}, {}
@@ -193,20 +192,20 @@ for name, (std_err, width) in measured.items():
 gain = bars["no preconditioner"] / bars["preconditioner"]
 with_it = 200 + 10 * steps["preconditioner"]
 without = 10 * gain**2 * steps["no preconditioner"]
-print(f"error bar divided by {gain:.1f}; by probes alone {gain**2:.0f} times as many,")
-print(f"{without:.0f} products in the place of {with_it}")
+print(f"error bar {gain:.1f} times smaller; probes alone: {gain**2:.0f} times as many,")
+print(f"{without:.0f} products instead of {with_it}")
 
 # %% [markdown]
 # ## Training
 #
-# [`gaussian_log_prob`](../logdet.md#the-likelihood-of-a-gaussian-process) is the whole
-# likelihood. The gradient of the log-determinant comes from the same Lanczos runs as its
-# value, and that of the quadratic term from the same linear solve as its value. The solve
-# is made by conjugate gradients, and starts from the solution of the last update. Adam
-# maximises the likelihood over the logarithms of the three hyperparameters, with new
-# probes in each update: once with the ten probes and the preconditioner from above, and
-# once with as few as a rule allows. For comparison, the same updates are made with exact
-# likelihoods and gradients.
+# [`gaussian_log_prob`](../docs/logdet.md) estimates the whole likelihood. The gradient
+# of the log-determinant reuses the Lanczos runs of its value, and the quadratic term
+# takes one solve by conjugate gradients for value and gradient, started from the
+# solution of the last update.
+#
+# Adam maximises the likelihood with new probes in each update: once with ten probes and
+# the preconditioner, once with as few probes as a rule allows, and once with exact
+# likelihoods for comparison.
 
 
 # %%
@@ -242,20 +241,15 @@ def by_cholesky(params, key=None, initial=None):
 
 
 # %% [markdown]
-# ### As many probes as the noise asks for
+# ### As few probes as the optimiser needs
 #
-# The rule takes one probe at a time, at least two for each update, so that their spread
-# says what the variance $s^2$ of a gradient by one probe is. How much noise is harmless,
-# the optimiser knows. Adam keeps running means $m$ of the gradients and $v$ of their
-# squares, and moves each hyperparameter by $\alpha m / \sqrt v$, with the step size
-# $\alpha$. If $m$ is the gradient, the likelihood gains about $\alpha \sum m^2 / \sqrt
-# v$. The noise of the mean over $k$ probes feigns a gain of $\alpha \sum s^2 / k \sqrt
-# v$ that is not there. The next update takes so many probes that this is at most 30% of
-# the gain, or 0.05, where the gain is small: smaller differences of log-likelihoods do
-# not matter.
-#
-# Early in a training gains are large, and two probes are enough. Later on more are
-# needed, until the step size is so small that the optimiser averages over many updates.
+# The rule needs the variance $s^2$ of a gradient from one probe, so each update takes
+# at least two. Adam keeps running means $m$ of the gradients and $v$ of their squares,
+# and moves each hyperparameter by $\alpha m / \sqrt v$ with the step size $\alpha$. If
+# $m$ is the gradient, the likelihood gains about $\alpha \sum m^2 / \sqrt v$. Averaging
+# $k$ probes leaves noise that mimics a gain of $\alpha \sum s^2 / k \sqrt v$. The rule
+# picks $k$ for the next update so that this is at most 30% of the gain, or 0.05 if the
+# gain is small, since smaller differences of log-likelihoods do not matter.
 
 
 # %%
@@ -263,8 +257,8 @@ schedule = optax.cosine_decay_schedule(0.1, 60)
 
 
 def enough_probes(moments, noise):
-    """For the next update, from the moments of Adam and the mean variance of a probe,
-    each a running mean from zero."""
+    """The number of probes for the next update, from Adam's moments and the variance of
+    one probe, all running means that start at zero."""
     t = moments.count
     rates = schedule(t) / jnp.sqrt(moments.nu / (1 - 0.999**t))
     gain = jnp.sum(rates * (moments.mu / (1 - 0.9**t)) ** 2)
@@ -273,8 +267,8 @@ def enough_probes(moments, noise):
 
 
 def train(likelihood, most=1):
-    """The hyperparameters before each update, the likelihood that it saw, how many
-    estimates it took the mean of, at most `most`, and how many products they took."""
+    """For each update: the hyperparameters before it, its estimate of the likelihood,
+    the number of probes averaged (at most `most`) and the number of products."""
     optimiser, least = optax.adam(schedule), min(most, 2)
     slope = jax.value_and_grad(likelihood, has_aux=True)
 
@@ -330,12 +324,12 @@ for name, found, truth in [
     ("by the rule", few_seen, few_along_path),
 ]:
     error = jnp.sqrt(jnp.mean((found - truth) ** 2))
-    print(f"error of the likelihoods seen, {name}: {error:.1f} (rms)")
+    print(f"error of the estimated likelihoods, {name}: {error:.1f} (rms)")
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, layout="constrained", figsize=(13, 4))
-left.plot(few_seen, ".", color="C2", ms=3, label="seen by updates, by the rule")
-left.plot(seen, ".", color="C1", label="seen by updates, 10 probes")
+left.plot(few_seen, ".", color="C2", ms=3, label="estimates, by the rule")
+left.plot(seen, ".", color="C1", label="estimates, 10 probes")
 left.plot(few_along_path, color="C2", label="exact, at the same hyperparameters")
 left.plot(along_path, color="C1", label="exact, at the same hyperparameters")
 left.plot(exact_seen, "k--", label="exact training")
@@ -356,23 +350,19 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# Single estimates of the likelihood by 10 probes are off by the errors printed above, and
-# still the training ends at nearly the hyperparameters and the likelihood of the exact
-# one: the errors of the gradients are independent from update to update, and the
-# optimiser averages over them.
+# The ten-probe training ends near the exact hyperparameters and likelihood, though each
+# likelihood that it estimates has the error printed above. Errors of the gradients are
+# independent from update to update, and the optimiser averages over them.
 #
-# It averages over larger errors, too. The training by the rule takes the part of the
-# products that is printed above, and ends at nearly the same likelihood, though those
-# that it sees have errors, printed above as well, that are several times larger. Two
-# probes are enough for most updates; where gains become small the rule takes more, and
-# fewer again as the steps become smaller.
+# The rule saves more. Training takes the printed fraction of the products and ends at
+# nearly the same likelihood, with errors several times larger. Two probes are enough
+# for most updates; the rule takes more where gains become small.
 #
-# Most products are saved elsewhere. A solve that starts from the last one, and stops at
-# an error that is small beside the noise, takes few steps. And no preconditioner is
-# made: for the hyperparameters at the end it makes values accurate, but gradients
-# [not much](../how_to/gaussian_processes.md#as-few-probes-as-the-optimiser-needs). This
-# is how far gradients in the logarithm of the length scale by one probe are spread, for
-# several ranks:
+# Two other savings matter more. A solve that starts from the last one and stops at an
+# error well below the noise takes few steps. And no preconditioner is made: at the
+# final hyperparameters it makes values accurate, but [hardly
+# gradients](../docs/how_to/gaussian_processes.md). The next cell shows the spread of
+# one-probe gradients in the logarithm of the length scale for several ranks:
 
 
 # %%
@@ -390,17 +380,18 @@ for rank in (None, 50, 100, 200):
     print(f"rank {rank or 0:3d}: standard deviation {length_scale:.0f}")
 
 # %% [markdown]
-# Without a preconditioner the gradient also takes fewer products with the derivatives of
-# $A$, which the table does not count: four for each probe, where a preconditioner adds as
-# many as its rank. It pays where it saves many steps, for smaller noise or more points.
+# Without a preconditioner the gradient also needs fewer products with the derivatives
+# of $A$, which the table does not count: four per probe, where a preconditioner adds
+# its rank. A preconditioner pays where it saves many steps, with smaller noise or more
+# points.
 #
-# If you need one accurate likelihood, to compare models, spend the products for it at the
-# end.
+# If you need one accurate likelihood, for example to compare models, spend the products
+# at the end.
 #
 # ## The fit
 #
-# The mean of the process at all pixels takes one linear solve with $A$, and its variance
-# one for each pixel: here for 300 hidden ones.
+# The mean of the process at all pixels takes one linear solve with $A$. The variance
+# takes one solve per pixel, here for 300 hidden ones.
 
 # %%
 operator, variance = covariance(path[-1])
@@ -425,10 +416,10 @@ error = mean[some] - photo.ravel()[some]
 print(f"standard deviation of the grey levels: {scale:.3f}")
 print(f"rms error at hidden pixels: {jnp.sqrt(jnp.mean(error**2)):.3f}")
 print(
-    f"within the 95% interval: {100 * jnp.mean(jnp.abs(error) < 1.96 * deviation):.0f}%"
+    f"inside their 95% interval: {100 * jnp.mean(jnp.abs(error) < 1.96 * deviation):.0f}%"
 )
 
-# %%
+# %% tags=["photograph"]
 figure, axes = plt.subplots(1, 4, layout="constrained", figsize=(12, 3))
 seen_pixels = np.full(photo.size, np.nan)
 seen_pixels[observed] = grey
@@ -446,13 +437,12 @@ axes[3].set(xlabel="grey level (0 to 1)", ylabel="prediction, 95% interval")
 plt.show()
 
 # %% [markdown]
-# The intervals hold somewhat fewer pixels than they should: a photograph with edges is
-# not a sample of a stationary Gaussian process.
+# The intervals cover fewer pixels than 95%, because a photograph with edges is not a
+# sample of a stationary Gaussian process.
 #
 # ## When to do this
 #
-# For a dense matrix of this size a Cholesky factorisation is the right tool. Estimates
-# are for what does not fit, for products that are faster than dense ones, and for larger
-# $n$: [When to use Cholesky instead](../logdet.md#when-to-use-cholesky-instead) has
-# measured times. The brackets of other functions, the gradients and their residuals are
-# in [Log-determinants](../logdet.md).
+# For a dense matrix of this size, use a Cholesky factorisation. Estimates are for
+# matrices that do not fit in memory, for products that are faster than dense ones, and
+# for larger $n$: [Log-determinants](../docs/logdet.md) has measured times, and covers
+# brackets, gradients and their residuals.

@@ -1,11 +1,11 @@
 # %% [markdown]
-# # Triangles and the Estrada index of a graph
+# # Count triangles and estimate the Estrada index of a graph
 #
-# Two numbers that describe a network are traces of functions of its adjacency matrix $A$:
-# the number of triangles, $\mathrm{tr}(A^3) / 6$, and the Estrada index,
-# $\mathrm{tr}\, e^A$. You learn how to estimate both from products with a sparse matrix,
-# which estimator suits which graph and why, and how one gradient of the Estrada index
-# gives the contribution of every edge.
+# Two numbers that describe a network are traces of functions of its adjacency matrix
+# $A$: the number of triangles, $\mathrm{tr}(A^3) / 6$, and the Estrada index,
+# $\mathrm{tr}\, e^A$. This tutorial estimates both from products with a sparse matrix,
+# shows which estimator suits which graph, and gets the contribution of every edge to
+# the index from one gradient.
 
 # %%
 import jax
@@ -27,12 +27,12 @@ jax.config.update("jax_enable_x64", True)
 # %% [markdown]
 # ## Three graphs
 #
-# - `novel`: which characters of *Les Misérables* appear together, bundled with networkx.
-#   It has 77 nodes, so that everything can be looked up.
-# - `digits`: the 1,797 handwritten digits bundled with scikit-learn. Two are joined if
-#   one of them is among the ten nearest neighbours of the other.
-# - `hubs`: 20,000 nodes grown by preferential attachment with triangles (Holme and Kim),
-#   a model of social networks. A few nodes have hundreds of neighbours.
+# - `novel`: which characters of *Les Misérables* appear together, from networkx. It has
+#   77 nodes, so everything can be checked.
+# - `digits`: the 1,797 handwritten digits of scikit-learn. Two are joined if one is
+#   among the ten nearest neighbours of the other.
+# - `hubs`: 20,000 nodes grown by preferential attachment with triangles (Holme and
+#   Kim), a model of social networks. A few nodes have hundreds of neighbours.
 
 # %%
 neighbours = kneighbors_graph(load_digits().data, 10)
@@ -51,10 +51,10 @@ for name, graph in graphs.items():
     print(f" {degree:15} {triangles[name]:10}")
 
 # %% [markdown]
-# The adjacency matrix is sparse, and only its products are needed. It is a function of
-# the weights of the edges, all of them one for now, so that there can be derivatives with
-# respect to them later. The tag says that it is symmetric, which estimators for functions
-# of the eigenvalues ask for.
+# Only products with the sparse adjacency matrix are needed. The operator takes the
+# weights of the edges, all one for now, so that we can differentiate with respect to
+# them later. The tag says that it is symmetric, which estimators for functions of the
+# eigenvalues require.
 
 
 # %%
@@ -80,15 +80,16 @@ operators = {name: operator_of(graph) for name, graph in graphs.items()}
 # ## Counting triangles
 #
 # A closed walk of three steps goes round a triangle, from one of its three nodes in one
-# of two directions. $(A^3)_{ii}$ is the number of such walks from node $i$, and so
-# $\mathrm{tr}(A^3)$ counts every triangle six times. Three ways to estimate it:
+# of two directions. $(A^3)_{ii}$ counts these walks from node $i$, so
+# $\mathrm{tr}(A^3)$ counts every triangle six times. There are three ways to estimate
+# it:
 #
-# - **Hutchinson** on the operator $A^3$, the mean of $z^T A^3 z$ over random signs $z$.
-#   Lineax composes operators by `@`; a product with $A^3$ is three with $A$.
-# - **XTrace** on $A^3$, which first finds the dominant eigenspace and takes its part of
-#   the trace exactly, so that probes see only the rest.
-# - **Quadrature**: `trace_of_function` with $f(x) = x^3$. Two Lanczos steps are exact for
-#   polynomials of degree three, so each probe costs two products instead of three.
+# - **Hutchinson** on the operator $A^3$: the mean of $z^T A^3 z$ over random signs $z$.
+#   Lineax composes operators with `@`; a product with $A^3$ is three with $A$.
+# - **XTrace** on $A^3$ finds the dominant eigenspace first and takes its part of the
+#   trace exactly, so probes sample only the rest.
+# - **Quadrature**: `trace_of_function` with $f(x) = x^3$. Two Lanczos steps are exact
+#   for polynomials of degree three, so each probe costs two products instead of three.
 #   Indeed $z^T A^3 z = (Az)^T A (Az)$.
 #
 # Each gets 360 products with $A$.
@@ -112,7 +113,7 @@ solutions = {
     name: method(operators["hubs"], 360, jax.random.key(0))
     for name, method in methods.items()
 }
-print(f"hubs, exactly {triangles['hubs']} triangles")
+print(f"hubs, exact {triangles['hubs']} triangles")
 for name, solution in solutions.items():
     print(f"{name:10} {solution.value / 6:7.0f} +- {solution.std_err / 6:.0f}")
 
@@ -122,12 +123,12 @@ ax.set_xlabel("closed walks of three steps in hubs, ± 2 standard errors")
 plt.show()
 
 # %% [markdown]
-# XTrace is the most accurate here. Is it always? Let each method run on twenty keys, on
-# `digits` and on a smaller graph of the kind of `hubs`.
+# XTrace is the most accurate here. To see whether it always is, run each method with
+# twenty keys, on `digits` and on a smaller graph like `hubs`.
 #
-# The samples of Hutchinson and of the quadrature are independent, so the mean of the
-# first few is the answer of a smaller budget, and one run serves for all budgets. Those
-# of XTrace share a basis, and every budget needs a run of its own.
+# Samples of Hutchinson and of the quadrature are independent, so the mean of the first
+# few is the answer of a smaller budget, and one run serves all budgets. Samples of
+# XTrace share a basis, so every budget needs its own run.
 
 
 # %%
@@ -192,30 +193,30 @@ axes[2].legend()
 plt.show()
 
 # %% [markdown]
-# It depends on the graph and on the budget. The error of Hutchinson comes from the
-# entries of $A^3$ off its diagonal, in the Frobenius norm. With hubs, one eigenvalue
-# stands far above the rest. XTrace removes it from what is sampled, even with the
-# smallest budget. Handwritten digits lie in many clusters of a similar size, each with an
-# eigenvalue of its own: a basis explains little until it is large enough for most of
-# them, and with smaller budgets products are better spent on samples. The error bars show
-# which case it is, without the exact answer. How they are made is in
-# [Error bars](../error_bars.md), and more of this choice is in
-# [Choosing an estimator](../choose_estimator.md).
+# The best method depends on the graph and the budget. Hutchinson's error comes from the
+# off-diagonal entries of $A^3$, in the Frobenius norm. With hubs, one eigenvalue stands
+# far above the rest, and XTrace removes it even with the smallest budget. Handwritten
+# digits form many clusters of similar size, each with its own eigenvalue. A basis
+# explains little until it covers most of them; with smaller budgets products are better
+# spent on samples.
+#
+# The error bars tell the cases apart without the exact answer. See [Error
+# bars](../docs/error_bars.md) and [Choose an estimator](../docs/choose_estimator.md).
 #
 # ## The Estrada index
 #
 # $\mathrm{tr}\, e^A = \sum_l \mathrm{tr}(A^l) / l!$ counts closed walks of every length
-# $l$, with smaller weights for longer ones. Now $f(x) = e^x$ is no polynomial, and the
-# number of Lanczos steps matters, besides that of probes. Again there are two ways, each
-# with 400 products at 20 steps:
+# $l$, with smaller weights for longer ones. Since $f(x) = e^x$ is no polynomial, the
+# number of Lanczos steps matters too. Again two estimators share a budget of 400
+# products with 20 steps:
 #
 # - **SLQ**, the default of `trace_of_function`: Lanczos quadrature with 20 probes.
-# - **Krylov-aware**, which finds the dominant eigenspace by block Lanczos with half of
-#   the budget, and samples the rest.
+# - **Krylov-aware** spends half of the budget on the dominant eigenspace, by block
+#   Lanczos, and samples the rest.
 #
-# For `digits` we have all eigenvalues, and the exact answer. For `hubs` we compute the 30
-# largest eigenvalues by SciPy's `eigsh`. The others cannot matter: they add less than
-# $n e^{\lambda_{30}}$.
+# For `digits` we have all eigenvalues, and the exact answer. For `hubs` we compute the
+# 30 largest eigenvalues with SciPy's `eigsh`. The others add less than
+# $n e^{\lambda_{30}}$, which is negligible.
 
 
 # %%
@@ -237,16 +238,16 @@ for name in ("digits", "hubs"):
         print(f"{name:6} {label:12} / exact: {value:.10f} +- {bar:.1e}")
 
 # %% [markdown]
-# The index of `hubs` is almost $e^{\lambda_1}$ alone. For SLQ that is the worst case: the
-# answer depends on the components of twenty random probes along one eigenvector. The
-# Krylov-aware estimator finds the eigenvector and samples only the rest, which gives nine
-# digits or so here. On `digits`, with its many large eigenvalues, it is better by less.
+# For `hubs` the index is almost $e^{\lambda_1}$ alone. That is the worst case for SLQ:
+# the answer depends on the components of twenty random probes along one eigenvector.
+# The Krylov-aware estimator finds that eigenvector and samples only the rest, which
+# gives about nine digits. On `digits`, with its many large eigenvalues, it gains less.
 #
-# The error bars are those of sampling. For $e^x$ there is no proven bracket of the
-# quadrature error (see [Two errors](../logdet.md#two-errors)). `solution.interval()`
-# counts an estimate, which is very cautious where a few eigenvalues are nearly the whole
-# sum; so look whether more steps change the answer. On `hubs`, where the sampling error
-# is tiny, the quadrature error can be seen:
+# The error bars measure sampling. For $e^x$ there is no proven bracket of the
+# quadrature error (see [Log-determinants](../docs/logdet.md)). `solution.interval()`
+# adds an estimate, which is very cautious where a few eigenvalues dominate the sum, so
+# check whether more steps change the answer. On `hubs`, where the sampling error is
+# tiny, the quadrature error is visible:
 
 # %%
 for num_steps in (4, 8, 16):
@@ -262,17 +263,16 @@ for num_steps in (4, 8, 16):
     print(f"{num_steps:3} steps: error {error:8.1e}, standard error {bar:.1e}")
 
 # %% [markdown]
-# The error falls with the steps, and is above the standard error: so few steps are not
-# enough, however narrow the bar. With the 20 probes and 20 steps from above it was below
-# a billionth.
+# The error falls with the number of steps, and stays above the standard error: so few
+# steps are not enough, however narrow the error bar.
 #
 # ## What every edge contributes
 #
-# The derivative of $\mathrm{tr}\, e^A$ with respect to the weight $w_{ij}$ of an edge is
-# $2 (e^A)_{ij}$, twice the communicability of its ends. One gradient has it for all edges
-# at once. The gradient of $\log \mathrm{tr}\, e^A$ is the relative change of the index
-# with the weight of an edge. The novel is small enough to check it, and to draw it. (Four
-# probes and 12 steps are 48 products for 77 nodes.)
+# The derivative of $\mathrm{tr}\, e^A$ in the weight $w_{ij}$ of an edge is
+# $2 (e^A)_{ij}$, twice the communicability of its ends. One gradient gives it for all
+# edges. The gradient of $\log \mathrm{tr}\, e^A$ is the relative change of the index
+# with each weight. The novel is small enough to check it and to draw it. (Four probes
+# and 12 steps are 48 products for 77 nodes.)
 
 
 # %%
@@ -301,7 +301,7 @@ reference = exactly(edges, values, vectors, np.sum(np.exp(values)))
 names = list(novel)
 for edge in np.argsort(-found)[:5]:
     i, j = edges[edge]
-    print(f"{found[edge]:.4f}, exactly {reference[edge]:.4f}: {names[i]} and {names[j]}")
+    print(f"{found[edge]:.4f}, exact {reference[edge]:.4f}: {names[i]} and {names[j]}")
 
 # %%
 figure, (left, right) = plt.subplots(
@@ -326,8 +326,8 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# All contributions are accurate relative to the largest ones. The same gradient for the
-# 99,950 edges of `hubs`, compared with the 30 eigenvectors from above:
+# All contributions are accurate relative to the largest ones. Here is the same gradient
+# for the 99,950 edges of `hubs`, compared with the 30 eigenvectors from above:
 
 # %%
 edges, found = contributions(graphs["hubs"], 15, jax.random.key(4))
@@ -338,12 +338,12 @@ print(f"largest error {np.max(np.abs(found - reference)):.0e}")
 # %% [markdown]
 # ## Where the eigenvalues are
 #
-# `spectral_density` makes a picture of the whole spectrum from Lanczos runs, with error
-# bars. For `digits` it agrees with the histogram of all eigenvalues. The mean of the
-# eigenvalues is zero for a graph without loops, and the mean of their cubes is six times
-# the number of triangles over $n$: that is why this density leans to the right. For
-# `hubs`, where there is no histogram, the scale is logarithmic. A single eigenvalue among
-# 20,000 shows in its upper tail, the one that makes the Estrada index.
+# `spectral_density` draws the whole spectrum from Lanczos runs, with error bars. For
+# `digits` it agrees with the histogram of all eigenvalues. The mean of the eigenvalues
+# is zero for a graph without loops, and the mean of their cubes is six times the number
+# of triangles over $n$, so the density leans to the right. For `hubs`, which has no
+# histogram, the scale is logarithmic. Its upper tail shows a single eigenvalue among
+# 20,000, the one that makes the Estrada index.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # Heritability from a file of genotypes
+# # Estimate heritability from a file of genotypes
 #
-# You learn how to estimate traces of products of matrices from data in a file, to save a
-# long run and to go on with it.
+# This tutorial estimates traces of products of matrices from data in a file, saves a
+# long run, and resumes it.
 #
-# How much of the variance of a trait is due to which part of the genome?
-# Haseman-Elston regression answers with traces of products of relationship matrices
-# $K_c = Z_c Z_c^T / m_c$, one for each of several components of the genome. A biobank
-# has more genotypes than fit in memory, let alone the matrices $K_c$. With random probes
-# it takes a few passes over the file (Wu and Sankararaman, Bioinformatics 34, 2018;
+# Which part of the genome explains how much of the variance of a trait? Haseman-Elston
+# regression answers with traces of products of relationship matrices
+# $K_c = Z_c Z_c^T / m_c$, one for each component of the genome. In a biobank the
+# genotypes do not fit in memory, let alone the matrices $K_c$. With random probes the
+# traces take a few passes over the file (Wu and Sankararaman, Bioinformatics 34, 2018;
 # Pazokitoroudi et al., Nature Communications 11, 2020).
 
 # %%
@@ -34,9 +34,9 @@ num_blocks = 40  # ten for each component
 # %% [markdown]
 # ## The data
 #
-# Genotypes of `n` individuals, 0, 1 or 2 at each of `m` variants, in int8: variant after
-# variant, as in the files of PLINK. Here they are simulated, and with them a trait, of
-# whose variance the four components explain 30, 20, 10 and 0 percent.
+# Genotypes of `n` individuals, 0, 1 or 2 at each of `m` variants, are stored in int8,
+# variant after variant, as in PLINK files. We simulate them, and a trait of whose
+# variance the four components explain 30, 20, 10 and 0 percent.
 
 # %%
 folder = Path(tempfile.mkdtemp(dir=os.environ.get("HERITABILITY_FOLDER")))
@@ -60,10 +60,10 @@ print(f"{(folder / 'genotypes').stat().st_size / 1e6:.0f} MB")
 # %% [markdown]
 # ## The operators
 #
-# One for each of 40 blocks of variants, because the error bars below leave out blocks.
-# `tx.data_gram` reads the file in chunks, and standardises variants while it does; their
-# means and standard deviations take a first pass. The file has variants as rows, and the
-# operator takes them as columns: hence the `.T`, which moves no data.
+# There is one for each of 40 blocks of variants, because the error bars below leave out
+# blocks. `tx.data_gram` reads the file in chunks and standardises variants on the fly,
+# after a first pass for their means and standard deviations. The file has variants as
+# rows, and the operator takes them as columns: the `.T` moves no data.
 
 # %%
 genotypes = np.memmap(folder / "genotypes", np.int8, "r", shape=(m, n)).T
@@ -74,15 +74,15 @@ operators = [
 forms = np.array([trait @ operator.mv(trait) for operator in operators])
 
 # %% [markdown]
-# All blocks have the same shape, so their 40 products with the trait are made by one
-# compiled program, in one pass over the file.
+# All blocks have the same shape, so one compiled program makes their 40 products with
+# the trait, in one pass over the file.
 #
 # ## Traces of products
 #
-# `tx.frobenius_products` estimates $\mathrm{tr}(A_a A_b)$ for all pairs of blocks from
-# products of each with the same probes. A round of 16 probes, which are all held at once
-# (`block_size`), is one pass over the file. Each call makes two rounds, and is followed
-# by saving its state.
+# `tx.frobenius_products` estimates $\mathrm{tr}(A_a A_b)$ for all pairs of blocks, from
+# products of each with the same probes. A round of 16 probes, held at once
+# (`block_size`), is one pass over the file. Each call makes two rounds, and then we
+# save its state.
 
 # %%
 meter = eqxi.TextProgressMeter()
@@ -98,8 +98,8 @@ first = traces(1)
 eqx.tree_serialise_leaves(folder / "state.eqx", first.state)
 
 # %% [markdown]
-# If the process ends here, a new one goes on from the file. `filter_eval_shape` gives the
-# shapes of the arrays in the file, and computes nothing.
+# If the process ends here, a new one can resume from the file. `filter_eval_shape`
+# gives the shapes of the arrays in the file without computing anything.
 
 # %%
 like = eqx.filter_eval_shape(lambda: traces(1).state)
@@ -112,14 +112,12 @@ for solution in (first, second):
 # %% [markdown]
 # ## The regression
 #
-# If the trait has covariance $\sum_c \sigma_c^2 K_c + \sigma_e^2 I$, then the mean of
+# If the trait has covariance $\sum_c \sigma_c^2 K_c + \sigma_e^2 I$, the mean of
 # $y^T K_c y$ is $\sum_d \sigma_d^2 \, \mathrm{tr}(K_c K_d) + \sigma_e^2 \, \mathrm{tr}
-# K_c$: linear equations for the variances. $K_c$ is the mean of its blocks, and
-# $\mathrm{tr} K_c = n$, because variants are standardised. So the equations without a
-# block follow from the same numbers, and the jackknife over blocks, for the error bars,
-# takes no further pass. (In an experiment that is not shown, with exact traces, 600
-# individuals and 2,400 variants, the bars were 1.0 to 1.5 times the spread over 400
-# traits; 95% intervals covered 94 to 97%.)
+# K_c$, which gives linear equations for the variances. $K_c$ is the mean of its blocks,
+# and $\mathrm{tr} K_c = n$ because variants are standardised. So the equations without
+# a block follow from the same numbers, and the jackknife over blocks, which gives the
+# error bars, needs no further pass.
 
 
 # %%
@@ -144,7 +142,7 @@ def jackknife(products):
 
 for solution in (first, second):
     estimate, errors, total_error = jackknife(np.asarray(solution.value, float))
-    total = f"in all {estimate.sum():.3f} +- {total_error:.3f}"
+    total = f"total {estimate.sum():.3f} +- {total_error:.3f}"
     each = ", ".join(f"{x:.3f} +- {s:.3f}" for x, s in zip(estimate, errors, strict=True))
     print(f"{solution.stats['num_matvecs']} probes: {total}; {each}")
 

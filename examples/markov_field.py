@@ -1,14 +1,14 @@
 # %% [markdown]
-# # Gaps in a satellite image
+# # Fill gaps in a satellite image of a million cells
 #
-# You learn how to find the log-likelihood and the marginal variances of a Gaussian Markov
-# random field with a million cells, by probes that have one colour each.
+# This tutorial computes the log-likelihood and the marginal variances of a Gaussian
+# Markov random field with a million cells, using coloured probes.
 #
 # An image of a smooth field $u$ has clouds. The prior is a Gaussian Markov random field
-# with the sparse precision $Q = \tau (\kappa^2 - \Delta)$ on a grid, the discrete form of
-# the stochastic differential equation of Lindgren, Rue and Lindstrom (2011). A cell that
-# is seen adds $1 / \sigma^2$ to the diagonal of the posterior precision. The uncertainty
-# of each cell is an entry of the diagonal of its inverse, and the likelihood of
+# with the sparse precision $Q = \tau (\kappa^2 - \Delta)$ on a grid, the discrete form
+# of the stochastic differential equation of Lindgren, Rue and Lindström (2011). A
+# visible cell adds $1 / \sigma^2$ to the diagonal of the posterior precision. The
+# variance of each cell is a diagonal entry of the inverse, and the likelihood of
 # $\kappa$, $\tau$ and $\sigma$ needs two log-determinants.
 
 # %%
@@ -35,8 +35,8 @@ side, kappa, tau, sigma = 1000, 0.35, 4.0, 0.3
 # %% [markdown]
 # ## The field
 #
-# Products are stencils. The prior is made on a torus, where a Fourier transform draws
-# from it; nothing else below needs that.
+# Products are stencils. The prior lives on a torus, where a Fourier transform draws
+# samples; nothing else below needs that.
 
 
 # %%
@@ -79,9 +79,9 @@ prior, posterior = precision(jnp.zeros_like(clear)), precision(clear)
 # ## Colours
 #
 # Entries of $Q^{-1}$ and of $\log Q$ decay with the distance between cells. So a probe
-# whose nonzero entries are far apart hardly sees anything but the diagonal.
-# `grid_colours` spreads each of the colours over the grid; a sweep is one probe of each.
-# With 16 colours the nearest cells of one colour are 4 apart, with 64 they are 8 apart.
+# whose nonzero entries are far apart sees almost only the diagonal. `grid_colours`
+# spreads each colour over the grid, and a sweep is one probe per colour. With 16
+# colours the nearest cells of one colour are 4 apart, with 64 they are 8 apart.
 
 # %%
 few, many = (tx.grid_colours((side, side), p, periodic=True) for p in (16, 64))
@@ -94,10 +94,10 @@ for axis, colours in zip(axes, (few, many), strict=True):
 # %% [markdown]
 # ## The likelihood
 #
-# $2 \log p(y) = \log |Q| - \log |Q + S / \sigma^2| - m \log(2 \pi \sigma^2) -
-# |y|^2 / \sigma^2 + b^* \mu$, with the $m$ cells seen, $b = y / \sigma^2$ and the
-# posterior mean $\mu$, which takes one solve. Two sweeps of 16 colours are compared with
-# as many random signs.
+# $2 \log p(y) = \log |Q| - \log |Q + S / \sigma^2| - m \log(2 \pi \sigma^2) - |y|^2 /
+# \sigma^2 + b^* \mu$, with $m$ visible cells, $b = y / \sigma^2$ and the posterior mean
+# $\mu$, which takes one solve. We compare two sweeps of 16 colours with as many random
+# signs.
 
 
 # %%
@@ -136,8 +136,8 @@ print(f"log-likelihood {log_likelihood:.1f} +- {bar:.1f}")
 # %% [markdown]
 # ## Marginal variances
 #
-# The inverse as an operator: a product is a solve by conjugate gradients. The diagonal
-# takes two sweeps of 64 colours, and has an error bar for each cell.
+# The inverse is an operator whose products are solves by conjugate gradients. Two
+# sweeps of 64 colours estimate its diagonal, with an error bar for each cell.
 
 
 # %%
@@ -173,10 +173,11 @@ for axis, (title, panel) in zip(axes, panels.items(), strict=True):
 # %% [markdown]
 # ## Against the exact inverse
 #
-# On a grid of 64 x 64 cells SciPy factorises the precision. A sparse matrix that can be
-# factorised should be: for the chain and for planar grids of this size `splu` is exact
-# and faster. A factorisation of a planar grid fills in as $n \log n$, that of one in
-# three dimensions as $n^{4/3}$, and there it soon no longer fits; products always do.
+# On a grid of 64 by 64 cells SciPy can factorise the precision. If a sparse matrix can
+# be factorised, do it: for chains and planar grids of this size `splu` is exact and
+# faster. But the factors of a planar grid fill in as $n \log n$, those of a
+# three-dimensional grid as $n^{4/3}$, and soon they do not fit in memory. Products
+# always do.
 
 # %%
 small = 64

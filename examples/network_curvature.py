@@ -1,10 +1,10 @@
 # %% [markdown]
-# # The curvature of a convolutional network, over batches of data
+# # Measure a network's curvature over batches of data
 #
 # The curvature of a loss over all the training data says which layers can be stored in
 # few bits, which weights can be removed, and how strong the prior of the weights should
-# be. A convolutional network learns scikit-learn's digits. You learn how to make the
-# operator of its curvature from batches, and how to estimate the trace of each layer, the
+# be. A convolutional network learns scikit-learn's digits. This tutorial makes the
+# operator of its curvature from batches, and estimates the trace of each layer, the
 # diagonal and a log-determinant.
 
 # %%
@@ -26,8 +26,8 @@ import traceax as tx
 # %% [markdown]
 # ## A network, and data in batches
 #
-# Batches are a leading axis of the arrays: 12 of 100 images here. The network is trained
-# on them in the usual way.
+# Batches are a leading axis of the arrays, here 12 batches of 100 images. The network
+# is trained on them as usual.
 
 # %%
 pixels, digits = load_digits(return_X_y=True)
@@ -100,15 +100,15 @@ def accuracy(network):
 network = train(eqx.filter(Network(jr.key(0)), eqx.is_array))
 flat, unravel = ravel_pytree(network)
 print(f"{flat.size} parameters, loss {loss_of_all(network):.4f},", end=" ")
-print(f"{accuracy(network):.1%} of the unseen images are right")
+print(f"accuracy on unseen images {accuracy(network):.1%}")
 
 # %% [markdown]
 # ## The operator
 #
-# The generalised Gauss-Newton operator $G$ is the curvature of the loss without the part
-# that can be negative. Given the batches, `tx.ggn` runs through them in each product,
-# with one in memory at a time. To compare, it is formed here from the Jacobian of each
-# image.
+# The generalised Gauss-Newton operator $G$ is the curvature of the loss without the
+# part that can be negative. Given the batches, `tx.ggn` loops over them in each
+# product, with one in memory at a time. For comparison the matrix is formed here, from
+# the Jacobian of each image.
 
 # %%
 operator = tx.ggn(logits, cross_entropy, network, batches)
@@ -136,9 +136,9 @@ exact = unravel(jnp.asarray(np.diag(matrix), jnp.float32))
 # ## Which layers can be stored in few bits
 #
 # Rounding the weights of a layer to multiples of $\Delta$ adds errors of variance
-# $\Delta^2 / 12$. At a minimum that raises the loss by half the trace of the curvature's
-# block of that layer, times this variance. `tx.leaf_traces` estimates the traces of all
-# blocks from the same products, with a bar for each.
+# $\Delta^2 / 12$. At a minimum this raises the loss by half the trace of that layer's
+# block of the curvature, times the variance. `tx.leaf_traces` estimates the traces of
+# all blocks from the same products, with an error bar for each.
 
 # %%
 traces = tx.leaf_traces(operator, k=60, key=jr.key(1))
@@ -150,7 +150,7 @@ layers = {
     "last, weight": lambda tree: tree.last.weight,
     "last, bias": lambda tree: tree.last.bias,
 }
-print("layer            parameters    trace            exactly   of one parameter")
+print("layer            parameters    trace              exact     per parameter")
 for name, leaf in layers.items():
     value, bar = leaf(traces.value), leaf(traces.std_err)
     size = leaf(network).size
@@ -158,13 +158,13 @@ for name, leaf in layers.items():
     print(f" {jnp.sum(leaf(exact)):9.3f} {value / size:18.2g}")
 
 # %% [markdown]
-# Now round the weights of one layer after the other to a few bits, and compare the rise
-# of the loss with what the traces predict.
+# Now round the weights of one layer at a time, and compare the rise of the loss with
+# the prediction.
 
 
 # %%
 def rounded(weights, bits, key):
-    """To `2**bits` levels, with an offset at random, of which the mean is taken."""
+    """Rounds to `2**bits` levels, with a random offset to average over."""
     step = 2 * jnp.max(jnp.abs(weights)) / 2**bits
     offset = jr.uniform(key)
     return step * (jnp.round(weights / step + offset) - offset), step
@@ -180,7 +180,7 @@ def rise(layer, bits, keys):
 
 
 figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
-print("rise found, over the one predicted, for 3, 4, 5 and 6 bits")
+print("measured rise / predicted rise, for 3, 4, 5 and 6 bits")
 for name in ("first, weight", "second, weight", "last, weight"):
     weights = layers[name](network)
     predicted, found = [], []
@@ -193,21 +193,21 @@ for name in ("first, weight", "second, weight", "last, weight"):
     axis.loglog(predicted, found, "o-", label=name)
 ends = np.array(axis.get_xlim())
 axis.plot(ends, ends, "k", lw=0.8)
-axis.set(xlabel="rise of the loss, predicted from the trace", ylabel="found")
+axis.set(xlabel="rise of the loss, predicted from the trace", ylabel="measured")
 axis.set_title("weights of one layer in 3 to 6 bits")
 axis.legend()
 plt.show()
 
 # %% [markdown]
-# Few bits move the weights so far that the loss is no longer quadratic. From 5 bits on
-# the ratios printed above are within a factor of two of one, over two orders of magnitude
-# of the rise.
+# With few bits the weights move so far that the loss is no longer quadratic. From 5
+# bits on the prediction is within a factor of two, over two orders of magnitude of the
+# rise.
 #
 # ## Which weights can be removed
 #
-# Removing the weight $w_i$ raises the loss by about $h_{ii} w_i^2 / 2$, with $h_{ii}$ the
-# entry of the diagonal: *optimal brain damage* (LeCun, Denker and Solla, 1989). The other
-# criterion is the size of the weight alone.
+# Removing the weight $w_i$ raises the loss by about $h_{ii} w_i^2 / 2$, where $h_{ii}$
+# is the diagonal entry: *optimal brain damage* (LeCun, Denker and Solla, 1989). The
+# simpler criterion is the size of the weight.
 
 # %%
 diagonal = tx.diagonal(operator, k=60, key=jr.key(3))
@@ -240,17 +240,16 @@ plt.show()
 # %% [markdown]
 # ## How strong the prior should be
 #
-# Take the weights as drawn from a normal distribution of variance $1/\delta$. Laplace's
-# approximation of the evidence of the data, with the N log-likelihoods and the
-# curvature $N G + \delta I$ at the weights that were found, is
+# Suppose that the weights are drawn from a normal distribution of variance $1/\delta$.
+# Laplace's approximation of the evidence, with N log-likelihoods and the curvature
+# $N G + \delta I$ at the trained weights, is
 #
 # $$\log Z(\delta) = -N\,\mathrm{loss} - \frac\delta2 \lVert w \rVert^2
 #   + \frac P2 \log\delta - \frac12 \log\det(N G + \delta I) ,$$
 #
-# and its maximum is a choice of $\delta$ without validation data (MacKay, 1992). The
-# log-determinant is the trace of a function of $G$, with the parameter $\delta$, and a
-# `vmap` over parameters of a function
-# [makes no further products](../logdet.md#many-from-one-run).
+# and its maximum chooses $\delta$ without validation data (MacKay, 1992). The
+# log-determinant is the trace of a function of $G$ with the parameter $\delta$, and
+# `vmap` over parameters of a function [needs no further products](../docs/logdet.md).
 
 # %%
 examples = batches["labels"].size
@@ -291,17 +290,16 @@ axis.set(xlabel="precision of the prior, $\\delta$", ylabel="logarithm of the ev
 axis.legend()
 plt.show()
 best, truly = deltas[jnp.argmax(found)], deltas[jnp.argmax(exactly)]
-print(f"the evidence is largest at {best:.2f}, exactly at {truly:.2f}")
+print(f"the evidence is largest at {best:.2f}, exact {truly:.2f}")
 
 # %% [markdown]
-# All 21 values come from the same 400 products, so that the curve is smooth, and its
-# maximum is known better than its height.
+# All 21 values come from the same 400 products. So the curve is smooth, and its maximum
+# is known better than its height.
 #
 # ## What to take with you
 #
-# - Data go into `tx.ggn`, `tx.hessian` and `tx.empirical_fisher` as batches: memory is
-#   that of one, and new data or parameters of the same shapes compile nothing.
-# - `tx.leaf_traces`, `tx.diagonal` and `tx.trace_of_function` read the same operator,
-#   each with error bars.
-# - On several devices, [split the batches, the probes, or
-#   both](../scaling.md#data-on-several-devices).
+# - Pass data to `tx.ggn`, `tx.hessian` and `tx.empirical_fisher` in batches: memory is
+#   that of one batch, and new data or parameters of the same shapes compile nothing.
+# - `tx.leaf_traces`, `tx.diagonal` and `tx.trace_of_function` take the same operator,
+#   and each has error bars.
+# - On several devices, [split the batches, the probes, or both](../docs/scaling.md).

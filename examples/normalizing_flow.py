@@ -1,16 +1,16 @@
 # %% [markdown]
-# # Normalizing flows
+# # Train normalizing flows with estimated log-determinants
 #
-# A normalizing flow maps data $x$ to standard normal $z$. The density of $x$ then
-# contains the determinant of a Jacobian. This tutorial trains two flows on scikit-learn's
-# handwritten digits by maximum likelihood, under `jax.vmap` over images: a residual flow,
-# whose layers need $\log|\det J|$ of a matrix that is not symmetric, and a continuous
-# flow, which needs the trace of a Jacobian along a path. Both are trained twice, with a
-# few random probes for each image and with dense Jacobians.
+# A normalizing flow maps data $x$ to standard normal $z$, and the density of $x$
+# contains the determinant of a Jacobian. This tutorial trains two flows on
+# scikit-learn's handwritten digits by maximum likelihood, under `jax.vmap` over images.
+# A residual flow needs $\log|\det J|$ of a nonsymmetric matrix in each layer. A
+# continuous flow needs the trace of a Jacobian along a path. Both are trained twice:
+# with a few random probes per image, and with dense Jacobians.
 #
 # The data are the first 16 principal components of the images, scaled to variance 1. In
-# so few dimensions dense Jacobians are cheap: they are here to compare with. In hundreds
-# of dimensions each would take hundreds of products, for every image and layer.
+# so few dimensions dense Jacobians are cheap, and serve for comparison. In hundreds of
+# dimensions each would take hundreds of products, for every image and layer.
 
 # %%
 import diffrax
@@ -39,19 +39,19 @@ data, test = data[:1500], data[1500:]
 # %% [markdown]
 # ## A residual flow
 #
-# Ten layers $z = x + g(x)$, each $g$ a network with two weight matrices that are scaled
-# to a spectral norm of at most 0.95. Its Lipschitz constant is then at most $0.95^2$, so
-# each layer is invertible. The log-density of $x$ is that of the normal distribution at
-# the last $z$, plus $\log|\det(I + g'(x))|$ of each layer.
+# It has ten layers $z = x + g(x)$, where each $g$ is a network with two weight matrices
+# scaled to a spectral norm of at most 0.95. The Lipschitz constant of $g$ is then at
+# most $0.95^2$, so each layer is invertible. The log-density of $x$ is the normal
+# log-density at the last $z$, plus $\log|\det(I + g'(x))|$ of each layer.
 #
-# This Jacobian is a [general square operator](../logdet.md#general-square-operators),
-# without a tag: `logdet` takes products from both sides. Its singular values are at least
+# This Jacobian is a [general square operator](../docs/logdet.md) without a tag:
+# `logdet` takes products from both sides. Its singular values are at least
 # $1 - 0.95^2$, a bound that makes the bracket of the quadrature error tight.
 
 
 # %%
 def contractive(mlp):
-    """The network with all weights scaled to a spectral norm of 0.95 at most."""
+    """The network with every weight matrix scaled to a spectral norm of at most 0.95."""
     return eqx.tree_at(
         lambda mlp: [layer.weight for layer in mlp.layers],
         mlp,
@@ -88,12 +88,12 @@ def residual_flow(mlps, x, key, log_det):
 # %% [markdown]
 # ## A continuous flow
 #
-# The path $dx/dt = f(t, x)$ from the data at $t = 0$ to $z$ at $t = 1$, by diffrax. Along
-# it the log-density gathers the divergence of $f$, so that
-# $\log p(x) = \log \mathcal N(z) + \int_0^1 \mathrm{tr}(\partial f / \partial x)\, dt$.
-# `tx.divergence` returns $f$ and its divergence from one evaluation. Estimated with the
-# same probes at all times, as in FFJORD (Grathwohl et al., 2019), the integrand is a
-# smooth function of time, which a solver of order five needs.
+# Diffrax integrates the path $dx/dt = f(t, x)$ from the data at $t = 0$ to $z$ at
+# $t = 1$. Along it the log-density gathers the divergence of $f$, so $\log p(x) = \log
+# \mathcal N(z) + \int_0^1 \mathrm{tr}(\partial f / \partial x)\, dt$. `tx.divergence`
+# returns $f$ and its divergence from one evaluation. With the same probes at all times,
+# as in FFJORD (Grathwohl et al., 2019), the integrand is a smooth function of time,
+# which a solver of order five needs.
 
 
 # %%
@@ -125,8 +125,8 @@ def continuous_flow(mlp, x, key, divergence, num_paths=1):
 # ## The estimates, and what they replace
 #
 # Each image gets four probes. The log-determinant takes six steps of Golub-Kahan
-# bidiagonalisation with each. The divergence is estimated by Hutchinson's estimator, as
-# the Jacobians are not known to have a decaying spectrum and `k` is small.
+# bidiagonalisation with each. The divergence uses Hutchinson's estimator, as the
+# Jacobians are not known to have a decaying spectrum and `k` is small.
 
 
 # %%
@@ -160,9 +160,8 @@ def log_densities(log_density, flow, images, key, functional):
 # %% [markdown]
 # ## Training
 #
-# Adam on batches of 64 images, with new probes in each. The batches are the same
-# whichever way the likelihoods are computed, so the curves can be compared point by
-# point.
+# Adam takes batches of 64 images, with new probes in each. The batches are the same for
+# both ways of computing the likelihoods, so the curves can be compared point by point.
 
 
 # %%
@@ -225,15 +224,15 @@ for (name, way), (flow, curve) in trained.items():
 plt.show()
 
 # %% [markdown]
-# Under both flows the test images are more likely than under the normal distribution,
-# which has the right means and variances. The residual flow trains as well with probes as
-# with dense Jacobians. The noise that four probes bring into the gradients costs the
-# continuous flow about half a unit of its gain of four to five.
+# The test images are more likely under both flows than under the normal distribution,
+# which has the right means and variances. The residual flow trains as well with probes
+# as with dense Jacobians. In the continuous flow the noise of four probes costs a small
+# part of the gain.
 #
 # ## How accurate is $\log|\det J|$?
 #
-# For the whole residual flow it is a sum over the layers. These have different keys, so
-# their errors are independent, and the squares of their standard errors add up. One call
+# For the whole residual flow it is a sum over the layers. They have different keys, so
+# their errors are independent and the squares of their standard errors add up. One call
 # under `vmap` makes the estimates for all test images.
 
 
@@ -265,12 +264,12 @@ for k, num_steps in [(4, 2), (4, 6), (8, 6)]:
     print(f"{k:>6}{num_steps:>7}{error:>11.3f}{bar:>13.3f}{jnp.mean(width):>14.4f}")
 
 # %% [markdown]
-# The bracket is the interval in which the value would lie with enough steps; its width is
-# printed. With two steps it is nearly as wide as a standard error, although the error is
-# hardly larger than with six, since the bracket is a bound and no estimate. With six it
-# is negligible, because the Jacobians are well conditioned, and what is left is sampling,
-# which more probes reduce. The standard errors are larger than the errors on purpose, as
-# [those of few samples are](../error_bars.md).
+# With enough steps each value would lie inside its bracket; the mean width is printed.
+# With two steps it is more than half as wide as a standard error, although the error is
+# hardly larger than with six: the bracket is a bound, not an estimate. With six steps
+# it is negligible, because the Jacobians are well conditioned. What is left is
+# sampling, which more probes reduce. The standard errors are larger than the errors on
+# purpose, as [with few samples](../docs/error_bars.md).
 
 # %%
 figure, axes = plt.subplots(layout="constrained", figsize=(5, 4.2))
@@ -283,10 +282,10 @@ plt.show()
 # %% [markdown]
 # ## How accurate is a log-density?
 #
-# Along the path of the continuous flow the same probes are used at all times, so the
-# errors are correlated and the error bars cannot be combined. But `stats["samples"]` has
-# the sample of each probe, which can be integrated along the whole path by itself. The
-# spread of the integrals then gives the error of their mean.
+# Along the path of the continuous flow the same probes are used at all times, so errors
+# are correlated and the error bars cannot be combined. But `stats["samples"]` has the
+# sample of each probe, and each can be integrated along the path by itself. The spread
+# of the integrals gives the error of their mean.
 
 # %%
 flow, _ = trained["continuous", probes]
@@ -310,8 +309,8 @@ for k in (4, 8):
 # ## Samples
 #
 # Both flows can be inverted: a residual layer by the fixed-point iteration
-# $x \leftarrow z - g(x)$, which converges as $g$ is a contraction, the continuous flow by
-# going back in time.
+# $x \leftarrow z - g(x)$, which converges because $g$ is a contraction, and the
+# continuous flow by going back in time.
 
 
 # %%
@@ -351,6 +350,6 @@ for row, (name, points) in zip(axes, rows.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# All three rows of samples start from the same normal vectors. With so small networks
-# none of them is a good generator, but the strokes of the continuous flow are clearer
+# All three rows of samples start from the same normal vectors. With networks this small
+# neither flow is a good generator, but the strokes of the continuous flow are clearer
 # than those of the normal distribution.

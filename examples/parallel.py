@@ -1,13 +1,13 @@
 # %% [markdown]
-# # One estimate on many devices
+# # Run one estimate on many devices
 #
-# Probes are independent, so they can be shared among devices. We run the same estimate on
-# one to eight devices and on two processes, check that the answer, its error bar and its
-# derivative do not change, and list what the devices communicate in the compiled program.
+# Probes are independent, so devices can share them. This tutorial runs the same
+# estimate on one to eight devices and on two processes, checks that value, error bar
+# and derivative stay the same, and lists what the devices communicate.
 #
-# No accelerator is needed: a flag makes JAX pretend that the CPU is eight devices. It has
-# to be set before JAX starts. On a machine with eight accelerators leave out the first
-# two of these settings. Nothing else changes; the two processes below stay on the CPU.
+# No accelerator is needed: a flag makes JAX treat the CPU as eight devices. It must be
+# set before JAX starts. On a machine with eight accelerators leave out the first two
+# settings below. Nothing else changes; the two processes at the end stay on the CPU.
 
 # %%
 import os
@@ -39,9 +39,9 @@ print(f"{len(tx.devices())} devices, the first is {tx.devices()[0]}")
 # %% [markdown]
 # ## The problem
 #
-# The log-determinant of a kernel matrix, and its derivative in the length scale $\ell$,
-# which is what training a Gaussian process needs at every step. The data are 442 patients
-# with ten measurements each. The matrix is small enough for the exact answer.
+# We estimate the log-determinant of a kernel matrix and its derivative in the length
+# scale $\ell$, which every step of training a Gaussian process needs. The data are 442
+# patients with ten measurements each. The matrix is small enough for the exact answer.
 
 # %%
 patients, _ = load_diabetes(return_X_y=True, scaled=False)
@@ -63,9 +63,9 @@ print(f"log-determinant {exact(3.0):.2f}, its derivative {jax.grad(exact)(3.0):.
 # %% [markdown]
 # ## A mesh, and which device has which probe
 #
-# `tx.probe_mesh` makes a mesh of all devices, or of those it is given, with one axis.
-# `tx.Sharded` shares the probes along it, and is passed as `execution` to any function of
-# the library.
+# `tx.probe_mesh` makes a mesh with one axis, of all devices or of those that you pass.
+# `tx.Sharded` shares the probes along that axis. Pass it as `execution` to any function
+# of the library.
 
 # %%
 mesh = tx.probe_mesh()
@@ -78,8 +78,8 @@ print(f"{solution.value:.2f} +- {solution.std_err:.2f}")
 print(samples.sharding)
 
 # %% [markdown]
-# Each device drew its own five probes and ran Lanczos for them; the samples have stayed
-# there. The value is their mean over all devices.
+# Each device drew its own five probes and ran Lanczos for them, and the samples have
+# stayed there. The value is the mean over all devices.
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
@@ -96,9 +96,9 @@ plt.show()
 # %% [markdown]
 # ## The same answer on any number of devices
 #
-# Probe $i$ is drawn from `jax.random.fold_in(key, i)`, whichever device draws it, so that
-# the probes do not depend on the mesh. Only the order of sums does. We ask for 42 probes,
-# which neither four nor eight devices share evenly: there each device makes as many as
+# Probe $i$ is drawn from `jax.random.fold_in(key, i)`, whichever device draws it, so
+# the probes do not depend on the mesh. Only the order of sums does. With 42 probes
+# neither four nor eight devices have equal shares: each device then makes as many as
 # the largest share, and the surplus does not count.
 
 
@@ -127,7 +127,7 @@ table = np.array(table)
 np.testing.assert_allclose(table, table[:1].repeat(4, axis=0), rtol=1e-10)
 
 # %% [markdown]
-# The difference to one device, beside the error that the estimate has anyway:
+# The difference from one device, compared with the error of the estimate:
 
 # %%
 figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
@@ -147,9 +147,8 @@ plt.show()
 # %% [markdown]
 # ## What is communicated
 #
-# We compile estimates for operators of different sizes without running them, and list the
-# collective operations in the text of the compiled program, with the shapes that they
-# have.
+# We compile estimates for operators of different sizes without running them, and list
+# the collective operations in the compiled program with their shapes.
 
 
 # %%
@@ -193,18 +192,19 @@ found = communicated(jax.grad(estimate("Hutchinson", 64, 8)), 256)
 print("derivative of Hutchinson, n = 256:", found)
 
 # %% [markdown]
-# For estimators with independent samples, Hutchinson and SLQ, there is one all-reduce,
-# of a table with a row for each device: the number of its samples, their mean, spread and
-# skewness, and for SLQ a few more. Neither $n$ nor $k$ is in its size. The derivative
-# needs one more, of the size of the operator's array, because each device has the
-# derivative from its own probes. XTrace works on all products together, so these are
-# gathered, in two passes of $n \times k/2$ numbers each: that pays where a product costs
-# more than moving a vector.
+# Estimators with independent samples, Hutchinson and SLQ, need one all-reduce of a
+# table with a row for each device: the number of its samples, their mean, spread and
+# skewness, and for SLQ a few more numbers. Its size depends neither on $n$ nor on $k$.
+# The derivative needs one more, of the size of the operator's array, because each
+# device has the derivative from its own probes.
+#
+# XTrace works on all products together, so it gathers them in two passes of
+# $n \times k/2$ numbers each. That pays where a product costs more than moving a
+# vector.
 #
 # ## How much faster?
 #
-# Not at all, here: eight pretended devices are one CPU, whose cores a single device uses
-# too.
+# Not at all here: the eight devices are one CPU, whose cores a single device uses too.
 
 # %%
 print("devices  seconds, least of 5")
@@ -217,20 +217,19 @@ for count, run in runs.items():
     print(f"{count:7d} {min(seconds):8.3f}")
 
 # %% [markdown]
-# These times say nothing about real devices, each with its own memory and arithmetic.
-# There each of $d$ devices makes $1/d$ of the products and waits for one message of a few
-# hundred bytes. Some work is repeated on every device and does not shrink: making the
-# operator, here the kernel matrix, and for sketches the factorisations.
-# [Scaling out](../scaling.md#measured) has what was measured on two cores, one process on
-# each.
+# On real devices, each with its own memory and arithmetic, each of $d$ devices makes
+# $1/d$ of the products and waits for one message of a few hundred bytes. Some work is
+# repeated on every device and does not shrink: making the operator, here the kernel
+# matrix, and for sketches the factorisations. [Scaling out](../docs/scaling.md) has
+# measurements.
 #
 # ## Two processes
 #
-# On a cluster there is one process for each host or accelerator. They run the same
-# program, and `tx.probe_mesh()` then has the devices of all of them. The program is
+# On a cluster there is one process per host or accelerator. All run the same program,
+# and `tx.probe_mesh()` has the devices of all of them. The program is
 # `examples/multihost.py`, with a larger kernel matrix; apart from
-# `jax.distributed.initialize` nothing in it depends on the number of processes. We start
-# it here as one process with four devices, then as two processes with two devices each,
+# `jax.distributed.initialize` it does not depend on the number of processes. We start
+# it as one process with four devices, then as two processes with two devices each,
 # which talk over a port of this machine.
 
 # %%
@@ -276,18 +275,16 @@ one, two = numbers
 np.testing.assert_allclose(one[:-1], two[:-1], rtol=1e-6)
 
 # %% [markdown]
-# Both print the same estimate; the assertion says so. The times are again those of one
-# shared CPU.
+# Both print the same estimate, as the assertion checks. The times again are those of
+# one shared CPU.
 #
 # ## What to remember
 #
 # - `execution=tx.Sharded(tx.probe_mesh())` changes where work is done, not the answer:
-#   the difference to one device is rounding, ten orders of magnitude and more below the
-#   error bar.
-# - Independent samples cost one small all-reduce, whatever $n$ and $k$; sketches gather
+#   the difference from one device is rounding, at least ten orders of magnitude below
+#   the error bar.
+# - Independent samples cost one small all-reduce, whatever $n$ and $k$. Sketches gather
 #   their products.
-# - Choose a `k` that is a multiple of the number of devices, or some of their work is
-#   wasted.
-# - Every device has the whole operator. If that or a vector is too large for one, split
-#   it over a second axis of the mesh: see
-#   [Scaling out](../scaling.md#operators-that-do-not-fit-on-one-device).
+# - Choose `k` as a multiple of the number of devices, or some of their work is wasted.
+# - Every device has the whole operator. If the operator or a vector is too large for
+#   one, [split it over a second axis of the mesh](../docs/scaling.md).

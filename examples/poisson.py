@@ -1,14 +1,15 @@
 # %% [markdown]
-# # A differential equation in 100 dimensions
+# # Solve a differential equation in 100 dimensions
 #
-# You learn how to train a network on a differential equation with Laplacians from a few
-# random directions, and what that saves.
+# This tutorial trains a network on a differential equation, with Laplacians from a few
+# random directions instead of all.
 #
-# Poisson's equation $-\Delta u = f$ in the unit ball of 100 dimensions, with $u = 0$ on
-# its boundary. A grid is out of the question; a network $u_\theta$ can be trained until
-# its residual $\Delta u_\theta + f$ is small at random points. The exact Laplacian takes
-# 100 directions at each point. `tx.laplacian` takes a few random ones instead, as Hu,
-# Shi, Karniadakis and Kawaguchi did (arXiv 2312.14499, 2023), and never forms a Hessian.
+# The equation is Poisson's, $-\Delta u = f$ in the unit ball of 100 dimensions, with
+# $u = 0$ on the boundary. A grid is out of the question. But a network $u_\theta$ can
+# be trained until its residual $\Delta u_\theta + f$ is small at random points. The
+# exact Laplacian takes 100 directions at each point. `tx.laplacian` takes a few random
+# ones, as Hu, Shi, Karniadakis and Kawaguchi did (arXiv 2312.14499, 2023), and never
+# forms a Hessian.
 
 # %%
 import functools as ft
@@ -31,7 +32,7 @@ dimension, num_points, num_updates = 100, 64, 900
 #
 # The solution is known, so that errors can be measured: $u = (1 - |x|^2) \sum_i c_i
 # \sin(x_i + \cos x_{i+1} + x_{i+1} \cos x_i)$, with random $c_i$. Its Laplacian gives
-# $f$, here at 20,000 random points, whose radius is uniform.
+# $f$ at 20,000 random points with uniform radius.
 
 # %%
 coefficients = jr.normal(jr.key(0), (dimension - 1,)) / dimension**0.5
@@ -66,15 +67,15 @@ def approximation(network, x):
 # %% [markdown]
 # ## The loss
 #
-# The square of an estimated residual is too large in the mean, by the variance of the
-# estimate. The product of two independent estimates is not. So the directions are drawn
-# twice, with two keys. The mean of the products is an unbiased estimate of the mean
-# squared residual, and so is its gradient.
+# The square of an estimated residual is biased: on average it is too large by the
+# variance of the estimate. The product of two independent estimates is not. So we draw
+# the directions twice, with two keys. The mean of the products is an unbiased estimate
+# of the mean squared residual, and its gradient is unbiased too.
 
 
 # %%
 def loss(network, points, sources, key, k):
-    """The mean squared residual; by two times k random directions, or exactly."""
+    """The mean squared residual, from twice k random directions, or exact."""
     fn = ft.partial(approximation, network)
 
     def residual(x, source, key):
@@ -90,7 +91,7 @@ def loss(network, points, sources, key, k):
 # %% [markdown]
 # ## Training
 #
-# Adam, with 64 points at each update, and 4 + 4 directions or all 100 of them.
+# Adam takes 64 points in each update, with 4 + 4 directions or with all 100.
 
 
 # %%
@@ -155,7 +156,7 @@ right.set(xlabel="exact solution", ylabel="4 + 4 random directions")
 plt.show()
 
 # %% [markdown]
-# Both ways end at the same error: what the random directions add to the noise of the
-# gradient, which has that of 64 random points too, does no harm. They take a fraction of
-# the time. With `k=4` only the cost of the first layer depends on the dimension, so in
-# more dimensions they save more.
+# Both trainings end at about the same error: the gradient is noisy anyway, from 64
+# random points, and the random directions do no further harm. They take a fraction of
+# the time. With `k=4` only the cost of the first layer depends on the dimension, so
+# they save more in higher dimensions.

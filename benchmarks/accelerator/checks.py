@@ -1,12 +1,12 @@
-"""Checks and times what an accelerator does differently from a CPU.
+"""Checks on a GPU: factorisations, estimates, gradients, precision, errors.
 
     PYTHONPATH=benchmarks python benchmarks/accelerator/checks.py
 
 On whatever `jax.devices()` gives: dense factorisations alone and in batches, estimates
-and gradients, reduced precision of products, also of ill conditioned matrices,
-errors and callbacks from inside a compiled program, random signs, and the same on a mesh
-of one and of all devices. Ends with a status other than 0 if a check fails. On a CPU,
-which stands in as four devices, it checks the script.
+and gradients, reduced precision of products, also of ill-conditioned matrices, errors and
+callbacks from inside a compiled program, random signs, and the same on a mesh of one and
+of all devices. The exit status is not 0 if a check fails. On a CPU, which stands in as
+four devices, this checks the script.
 """
 
 import functools

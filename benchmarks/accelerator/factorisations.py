@@ -1,10 +1,11 @@
-"""Ways to make dense factorisations on a GPU: milliseconds, and in brackets the error.
+"""Time and error of dense factorisations on a GPU.
 
     PYTHONPATH=benchmarks python benchmarks/accelerator/factorisations.py
 
-By JAX's choice, by QR iterations, by Jacobi's method, and by NumPy on the host, from a
-callback. The error is that of the product of the factors, relative to the largest entry,
-or of the orthonormality of a factor, the larger, in units of the machine epsilon.
+Milliseconds, and in brackets the error: by JAX's choice, by QR iterations, by Jacobi's
+method, and by NumPy on the host, from a callback. The error is that of the product of the
+factors, relative to the largest entry, or of the orthonormality of a factor, the larger,
+in units of the machine epsilon.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
-"""`benchmarks/logdet.py` on an accelerator.
+"""Log-determinants on a GPU.
 
     PYTHONPATH=benchmarks python benchmarks/accelerator/log_determinants.py
 
-The matrix is twice as large, and there are fewer cases.
+`benchmarks/logdet.py` with a matrix that is twice as large, and fewer cases.
 """
 
 from logdet import dense, NOISE

@@ -1,8 +1,8 @@
-"""`benchmarks/dense.py` on an accelerator.
+"""Time of a trace over the time of its products on a GPU.
 
     PYTHONPATH=benchmarks python benchmarks/accelerator/traces.py
 
-All products are in full precision.
+`benchmarks/dense.py` with all products in full precision.
 """
 
 import jax

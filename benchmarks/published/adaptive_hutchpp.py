@@ -6,7 +6,7 @@ Matrices with eigenvalues `i**-c`, n = 5000. Theirs are from the stored results 
 repository, davpersson/A-Hutch-: the products of figure 4 (means of 100 runs, 5% failures;
 `results/algebraic_c=*.mat`; c = 2 is not in the figure), and the failures of table 1, a
 fraction of 100,000 runs (`results/failure_probabilities.mat`). Normal and spherical
-probes are invariant under rotations, so the matrix of ours is diagonal.
+probes are invariant under rotations, so our matrix is diagonal.
 
 The rounds of XTrace and XNysTrace do not depend on the tolerance, so one run with
 `history` has all of them. Hutch++ plans for the tolerance, and is run for each.

@@ -1,4 +1,4 @@
-"""The benchmark of imate: the log-determinant of a chain of up to 2^25 points.
+"""The log-determinant of a chain of up to 2^25 points, by imate.
 
     PYTHONPATH=benchmarks python benchmarks/published/bidiagonal.py [log2 of n ...]
 

@@ -1,13 +1,13 @@
-"""Products to a tolerance: the nuclear norm of Chen and Hallman (arXiv 2205.01736).
+"""Products to a tolerance for a nuclear norm: Chen and Hallman (arXiv 2205.01736).
 
     PYTHONPATH=benchmarks python benchmarks/published/krylov_aware.py [keys]
 
-The trace of the square root of a matrix with eigenvalues `i**-1.5`, n = 2500, to `2**-p`
-of itself with 95%. Theirs are the means of 100 stored runs in their repository,
-tchen-research/krylov_aware_trace, `fig_adaptive_synth.ipynb`, with blocks of two vectors
-and 50 steps: of Krylov-aware deflation, and of adaptive Hutch++ on the square root. Ours
-have blocks of two vectors and 20 steps, which are enough here. The matrix is diagonal in
-both, but ours know it as a function only.
+The trace of the square root of a matrix with eigenvalues `i**-1.5`, n = 2500, to a
+relative tolerance of `2**-p` with 95% confidence. Theirs are the means of 100 stored runs
+in their repository, tchen-research/krylov_aware_trace, `fig_adaptive_synth.ipynb`, with
+blocks of two vectors and 50 steps: Krylov-aware deflation, and adaptive Hutch++ on the
+square root. Ours have blocks of two vectors and 20 steps, which are enough here. The
+matrix is diagonal in both, but ours know it as a function only.
 """
 
 import sys

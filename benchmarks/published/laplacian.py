@@ -1,15 +1,14 @@
-"""Laplacians of a network in collapsed Taylor mode: Dangel et al., arXiv 2505.13644.
+"""Laplacians of a network in collapsed Taylor mode: Dangel et al. (arXiv 2505.13644).
 
     PYTHONPATH=benchmarks python benchmarks/published/laplacian.py
 
-A network of layers 50-768-768-512-512-1 with tanh, float64. What a point more in the
-batch (exact), or a random direction more for each point, costs, against Hessian-vector
+A network of layers 50-768-768-512-512-1 with tanh, float64. The cost of one more point in
+the batch (exact), or of one more random direction for each point, against Hessian-vector
 products by nested derivatives. Theirs are the slopes in their stored results, measured on
 a GPU: repository f-dangel/torch-jet, `exp04_jax_benchmark/performance` for JAX, and
 `exp01_benchmark_laplacian/performance`, compiled, for PyTorch, where there is none for
-JAX. Ours are CPU seconds, medians of runs that alternate, and the temporaries of the
-compiled program. So seconds of the two do not compare, but ratios to nested derivatives
-do.
+JAX. Ours are CPU seconds, medians of alternating runs, and the temporaries of the
+compiled program. So compare the ratios to nested derivatives and not the seconds.
 """
 
 import functools as ft

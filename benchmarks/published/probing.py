@@ -1,13 +1,13 @@
-"""The variance of probing: exact formula and measured.
+"""The variance of probing by colours: exact formula and measured.
 
     PYTHONPATH=benchmarks python benchmarks/published/probing.py
 
 p plain signs have the variance `2/p sum |b_ij|^2` over pairs i != j, and a sweep over p
 colours `2 sum |b_ij|^2` over pairs of one colour. The gain is their ratio at the same
 number of products. Functions of the periodic grids are applied exactly, by FFT, and those
-of graphs and kernels are dense matrices, so that nothing but sampling is measured: the
-mean square error of 40 keys, and how far its ratio may be off by luck (a standard
-error). Colours of grids are multipliers, arXiv 2606.00394.
+of graphs and kernels are dense matrices, so that only sampling is measured: the mean
+square error of 40 keys, and the standard error of its ratio. Colours of grids are
+multipliers, arXiv 2606.00394.
 """
 
 from collections.abc import Callable

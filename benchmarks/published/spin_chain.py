@@ -7,9 +7,9 @@ function `tr exp(-H / T)` is known. Its relative error, at all temperatures from
 products, by stochastic Lanczos quadrature and by Krylov-aware deflation. Theirs are 100
 stored runs in their repository, tchen-research/krylov_aware_trace, `fig_spin_data.npy`:
 the 90% quantile, which their figure shows, and the mean. A run of ours takes up to
-minutes, so there are few. Their mean error says little, and beside it is what the spread
-of all their samples lets expect: a mean of m samples with the standard deviation s is off
-by `s sqrt(2 / (pi m))` in the mean.
+minutes, so there are few, and their mean error says little. Beside it is the mean error
+implied by the spread of all samples: a mean of m samples with the standard deviation s is
+off by `s sqrt(2 / (pi m))` on average.
 """
 
 import sys

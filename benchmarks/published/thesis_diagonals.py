@@ -4,8 +4,8 @@
 
 The largest relative error of an entry, median over runs, with as many products: n = 1000,
 random orthogonal eigenvectors, random signs, float64. The figure is a picture without
-numbers. So theirs are NumPy functions written anew after the formulas of the thesis. The
-last row of each group has the best of their four beside our default, which is not told
+numbers, so theirs are NumPy functions written anew after the formulas of the thesis. The
+last row of each group has the best of their four beside our default, which does not know
 which one that is.
 """
 

@@ -1,4 +1,4 @@
-"""Error for products and times: figure 1 of Epperly, Tropp and Webber (arXiv 2301.07825).
+"""Error and time of traces: figure 1 of Epperly, Tropp and Webber (arXiv 2301.07825).
 
     python benchmarks/run.py published/xtrace
 

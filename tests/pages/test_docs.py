@@ -1,4 +1,5 @@
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -35,9 +36,15 @@ SCRIPTS = {str(page.relative_to(ROOT)): script(page) for page in FILES}
 PAGES = {page: code for page, code in SCRIPTS.items() if code}
 # The first that users see.
 QUICK = ["README.md", "docs/getting_started.md"]
+# Packages of the extra `frameworks`, each with a page of its name.
+FRAMEWORKS = {
+    f"docs/how_to/{package}.md": package
+    for package in ("flax", "gpjax", "numpyro", "tinygp")
+}
 
-# In one process for those that are quick and one for the others, because what takes the
-# time is to import and to compile. Pages share nothing but what JAX has compiled.
+# In one process for those that are quick, one for those with packages that may not be
+# installed, and one for the others, because what takes the time is to import and to
+# compile. Pages share nothing but what JAX has compiled.
 RUN = """
 import gc, json, sys, traceback
 import jax
@@ -62,10 +69,31 @@ def test_there_are_examples():
     assert min(folders.count("docs"), folders.count("docs/how_to")) >= 8
 
 
+def group(page):
+    if page in FRAMEWORKS:
+        return "frameworks"
+    return "quick" if page in QUICK else "others"
+
+
+def is_installed(page):
+    return page not in FRAMEWORKS or importlib.util.find_spec(FRAMEWORKS[page])
+
+
+def run(page):
+    """The process in which a page is run, with the others of its group."""
+    if not is_installed(page):
+        pytest.skip(f"{page} needs {FRAMEWORKS[page]}, which is not installed")
+    return run_group(group(page))
+
+
 @functools.cache
-def run(quick):
+def run_group(name):
     """Programs are not kept: to compress them for the next run takes a tenth of it."""
-    pages = {page: code for page, code in PAGES.items() if (page in QUICK) == quick}
+    pages = {
+        page: code
+        for page, code in PAGES.items()
+        if group(page) == name and is_installed(page)
+    }
     return subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(pages),
@@ -82,7 +110,7 @@ def run(quick):
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page):
     """Line numbers of errors are those of the page."""
-    done = run(page in QUICK)
+    done = run(page)
     assert done.returncode == 0, done.stderr
     assert f"Has run: {page}\n" in done.stdout, done.stderr
 
@@ -96,21 +124,25 @@ NUMBER = re.compile(r"(\d+(?:\.(\d+))?(?:e([+-]\d+))?)")
 
 def numbers(text):
     """Rounding differs between machines: whole ones to a hundredth, such as counts of
-    steps, and others to the unit of the last digit or a thousandth."""
+    steps, and others to the unit of the last digit, a thousandth, or what float32 makes
+    of the largest number in the line: error bars are differences of such numbers."""
     found = []
-    for number, decimals, exponent in NUMBER.findall(text):
-        unit = 10.0 ** (int(exponent or 0) - len(decimals))
-        bounds = {"rel": 1e-3, "abs": max(1.01 * unit, 1e-12)}
-        if not decimals and not exponent:
-            bounds = {"rel": 1e-2}
-        found.append(pytest.approx(float(number), **bounds))
+    for line in text.splitlines():
+        parsed = [(float(number), *rest) for number, *rest in NUMBER.findall(line)]
+        rounding = 1e-5 * max((value for value, *form in parsed if any(form)), default=0)
+        for value, decimals, exponent in parsed:
+            unit = 10.0 ** (int(exponent or 0) - len(decimals))
+            bounds = {"rel": 1e-3, "abs": max(1.01 * unit, rounding)}
+            if not decimals and not exponent:
+                bounds = {"rel": 1e-2}
+            found.append(pytest.approx(value, **bounds))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(SHOWN[page])])
 def test_pages_show_what_their_code_prints(page):
-    _, after = run(page in QUICK).stdout.split(f"Runs: {page}\n")
+    _, after = run(page).stdout.split(f"Runs: {page}\n")
     *printed, _ = after.split(f"Has run: {page}\n")[0].split(f"{END}\n")
     pairs = zip(printed, SHOWN[page], strict=True)
     for found, shown in ((found, shown) for found, shown in pairs if shown):

@@ -74,3 +74,11 @@ def test_confidence_near_one():
     k = budget(rtol=10.0, confidence=1 - 1e-15, min_samples=8)
     found = tx.trace(matrix_free(jnp.asarray(MATRIX)), HUTCHINSON, k=k, key=KEY)
     assert np.isfinite(found.value)
+
+
+def test_prints_as_the_call_that_makes_it():
+    assert repr(tx.Adaptive()) == "Adaptive()"
+    assert repr(tx.Adaptive(rtol=1e-3, max_k=64)) == "Adaptive(rtol=0.001, max_k=64)"
+    traced = []
+    jax.eval_shape(lambda x: traced.append(repr(tx.Adaptive(atol=x))), jnp.float32(1))
+    assert traced == ["Adaptive(rtol=0.0, atol=f32[])"]

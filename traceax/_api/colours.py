@@ -27,7 +27,7 @@ _MAX_MULTIPLIERS = 2**16
 def grid_colours(
     shape: tuple[int, ...], num_colours: int, *, periodic: bool = False
 ) -> np.ndarray:
-    """Colours of the points of a grid: points of the same colour are far from each other.
+    """Colour the points of a grid, so that points of the same colour are far apart.
 
     !!! Example
 
@@ -122,8 +122,8 @@ def _same_colour(
 def graph_colours(
     matrix: Any, distance: int | None = None, *, num_colours: int | None = None
 ) -> np.ndarray:
-    """Colours of the rows of a sparse matrix: rows of the same colour are more than
-    `distance` edges from each other in its graph.
+    """Colour the rows of a sparse matrix, so that rows of the same colour are more than
+    `distance` edges apart in its graph.
 
     !!! Example
 
@@ -142,8 +142,8 @@ def graph_colours(
         of n rows. Its nonzero entries are the edges, in both directions; values do not
         matter.
     - `distance`: a Python integer.
-    - `num_colours`: in the place of `distance`: the largest distance that takes at most
-        so many colours.
+    - `num_colours`: instead of `distance`: the largest distance that needs at most this
+        many colours is taken.
 
     **Returns:**
 
@@ -156,7 +156,7 @@ def graph_colours(
 
     - `TypeError`: `matrix` is none of these; a number is not a Python integer.
     - `ValueError`: `matrix` is not square; a number is below 1; neither `distance` nor
-        `num_colours` is given, or both; even distance 1 takes more colours.
+        `num_colours` is given, or both; even distance 1 needs more colours.
     """
     graph = _graph_of(matrix)
     if (distance is None) == (num_colours is None):

@@ -67,7 +67,7 @@ def diagonal(
     - `control`: as for [`traceax.trace`][], with the known diagonal of B, a PyTree of the
         structure of a vector. All entries share one coefficient c, which takes two of the
         `k` probes.
-    - `execution`: where matvecs are made, and how many at a time.
+    - `execution`: where matvecs run, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
     **Returns:**

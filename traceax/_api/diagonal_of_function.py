@@ -111,8 +111,8 @@ def diagonal_of_function(
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
         diagonal of $f$ on the complement, for `Inverse()` that of the pseudo-inverse. It
         takes two or three matvecs more, one of which checks that the operator maps the
-        basis to zero. A preconditioner need not know of it. Derivatives are for
-        directions in which it stays so.
+        basis to zero. A preconditioner need not know of it. Derivatives are valid in
+        directions that keep it a null space.
     - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
         smallest or the largest eigenvalues, in the form of `deflation` of
         [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
@@ -146,14 +146,14 @@ def diagonal_of_function(
 
     For a PyTree of functions `value` and `std_err` have a PyTree of the operator's
     structure in place of each function, and `"truncation_error"` and
-    `"gradient_residual"` a number. Steps are chosen for the function that needs most, and
-    a tolerance of `k` is one of all diagonals together for the sampling error, and one of
-    each diagonal by itself for the number of steps. There is no `null_space` and no
-    `deflation`. A derivative takes one more run for each function and probe.
+    `"gradient_residual"` a number. Steps are chosen for the function that needs most. The
+    tolerance of `k` applies to the sampling error of all diagonals together, and to the
+    Krylov error of each diagonal by itself. There is no `null_space` and no `deflation`.
+    A derivative takes one more run for each function and probe.
 
-    Derivatives, of first order, in the arrays of `operator` and of `function` are
-    estimates of those of the diagonal, as with [`traceax.function_of`][]. They need
-    more steps than the value. The preconditioner is constant to them.
+    First derivatives in the arrays of `operator` and of `function` estimate the
+    derivatives of the diagonal, as with [`traceax.function_of`][]. They need more steps
+    than the value, and take the preconditioner as constant.
 
     **Raises:**
 

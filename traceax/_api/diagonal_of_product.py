@@ -90,9 +90,9 @@ def diagonal_of_product(
     `operator` are as for [`traceax.diagonal_of_function`][]. `stats["truncation_error"]`
     is the root-mean-square error of the entries from the Krylov approximation.
 
-    Derivatives, of first order, in the arrays of `factor`, `operator` and `function` are
-    estimates of those of the diagonal. Memory: `num_steps` vectors of length n and one of
-    length m for each probe of a block; with `k >= n`, $O(n^2 + m n)$.
+    First derivatives in the arrays of `factor`, `operator` and `function` estimate the
+    derivatives of the diagonal. Memory: `num_steps` vectors of length n and one of length
+    m for each probe of a block; with `k >= n`, $O(n^2 + m n)$.
 
     **Raises:**
 

@@ -123,7 +123,7 @@ class DynamicTrace(eqx.Module):
         operator, `O(n m)` operations, and holds `3 m` vectors of length n: the probes and
         their matvecs with both operators.
     - `sampler`: the distribution of the probes.
-    - `execution`: where matvecs are made, and how many at a time.
+    - `execution`: where matvecs run, and how many at a time.
 
     ??? cite
 

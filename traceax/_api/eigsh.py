@@ -66,9 +66,9 @@ class Eigenpairs(AbstractExtremes):
     - `raw`: vectors, residuals and half-widths of intervals, without a check that no
         derivative is asked for.
 
-    Only `values` have a derivative. Where one is asked for, reading `vectors`,
-    `residuals` or `interval()` raises `NotImplementedError`;
-    `jax.lax.stop_gradient(pairs)` has all of them as constants.
+    Only `values` have a derivative. While one is computed, reading `vectors`, `residuals`
+    or `interval()` raises `NotImplementedError`; `jax.lax.stop_gradient(pairs)` has all
+    of them as constants.
     """
 
     values: Real[Array, " num"]
@@ -159,8 +159,8 @@ def eigsh(
         [`traceax.trace_of_function`][]; on arrays or PyTrees, of any floating dtype.
     - `num`: the number of eigenvalues, a Python integer.
     - `which`: `"largest"`, `"smallest"` or `"both"`: the algebraically largest or
-        smallest ones, or from both ends half of `num` each; of an odd number there is one
-        more of the largest. Not the largest moduli.
+        smallest eigenvalues, or half of `num` from each end (if `num` is odd, one more of
+        the largest). These are not the largest in modulus.
     - `k`: the largest number of matrix-vector products, a Python integer. The call makes
         as many as it needs. Default: 1000.
     - `rtol`: the largest norm of a residual, relative to the largest modulus of an
@@ -176,11 +176,11 @@ def eigsh(
     that is not much larger than the Krylov basis, $n < \max(40, 2\, \mathrm{num} + 24)$
     rounded up to a multiple of 8, plus 2, is factorised instead, from n matvecs.
 
-    What is certain: each interval contains an eigenvalue. What is not: that none was
-    missed. Random start vectors make that unlikely, in particular where eigenvalues are
-    apart. The blocks have two vectors, and find double eigenvalues as such; of an
-    eigenvalue of higher multiplicity further copies may be missing, at tolerances far
-    above rounding. For `num=1` one vector takes fewer matvecs.
+    Each interval is certain to contain an eigenvalue, but an eigenvalue may have been
+    missed. Random start vectors make that unlikely, especially where eigenvalues are well
+    separated. Blocks of two vectors find both copies of a double eigenvalue; with
+    tolerances far above rounding, further copies of an eigenvalue of higher multiplicity
+    may be missed. For `num=1` blocks have one vector, which takes fewer matvecs.
 
     Derivatives of `values` in the operator's arrays are of first order,
     $d\lambda = u^* dA\, u$, and cost `num` matvecs with derivatives. Their relative error
@@ -189,8 +189,8 @@ def eigsh(
     it is NaN. Second derivatives raise `NotImplementedError`.
 
     Cost: the matvecs are made two at a time; for each one `O(n m)` operations, with
-    `m = max(40, 2 num + 24)`. Memory: `m` vectors of length n, and twice that for a
-    moment where the method restarts. The last `num` matvecs compute the residuals.
+    `m = max(40, 2 num + 24)`. Memory: `m` vectors of length n, and twice that briefly at
+    each restart. The last `num` matvecs compute the residuals.
 
     **Raises:**
 

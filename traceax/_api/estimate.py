@@ -37,10 +37,9 @@ def estimate(
     its trace, its diagonal, traces of leaves, traces of products with other operators, or
     quantities of your own.
 
-    Each quantity has the value and the error bar that it has alone. As all of them come
-    from the same probes, their errors are correlated: `solution.covariance` is the
-    covariance of those that are scalars, and `solution.transform` gives a function of
-    them one error bar.
+    Each quantity has the value and the error bar that it has alone. Because all come from
+    the same probes, their errors are correlated: `solution.covariance` is the covariance
+    of the scalars, and `solution.transform` gives a function of them one error bar.
 
     !!! Example
 
@@ -81,11 +80,11 @@ def estimate(
     leaves, in their order, shape `(m, q)`. Cost and memory are those of the estimator;
     diagonals keep no samples.
 
-    Derivatives are those of each quantity alone.
+    Each quantity has the derivatives that it has alone.
 
     **Raises:**
 
-    The errors of [`traceax.trace`][]; a `TypeError` if a leaf of `quantities` is no
+    The errors of [`traceax.trace`][]; a `TypeError` if a leaf of `quantities` is not a
     quantity; and a `ValueError` if there is none, if one is not linear in the operator,
     as norms are not, or if the estimator does not estimate one of them.
     """

@@ -255,7 +255,8 @@ def gaussian_log_prob(
     - `operator`: A, a real matrix or operator ([`traceax.as_operator`][]), tagged
         positive semidefinite.
     - `residual`: r, the observations minus their mean, an array or PyTree that the
-        operator applies to. For several, `jax.vmap`: they share one log-determinant.
+        operator applies to. For several residuals use `jax.vmap`: they share one
+        log-determinant.
     - `estimator`, `k`, `num_steps`, `key`, `state`, `gradient`, `execution`: for the
         log-determinant, as for [`traceax.logdet`][]. With [`traceax.Adaptive`][],
         tolerances apply to the log-determinant, and a `callback` is given its progress.

@@ -61,15 +61,15 @@ def jacobi_preconditioner(
 
     A preconditioner whose entries are the modulus of each entry of the diagonal, or its
     standard error where that is larger, and 1 where both are 0. It has no derivatives;
-    those of a solve do not depend on it. Pass it where a preconditioner is taken, and
-    `.inverse()` of it to `lineax.linear_solve`.
+    the derivatives of a solve do not depend on it. Pass it as a `preconditioner`, and its
+    `.inverse()` to `lineax.linear_solve`.
 
-    Cost: the products and the memory of [`traceax.diagonal`][]; what is kept is one
-    vector of length n, and a product with it costs n operations.
+    Cost: the matvecs and the memory of [`traceax.diagonal`][]. The preconditioner keeps
+    one vector of length n, and a product with it takes n operations.
 
     **Raises:**
 
-    Errors as [`traceax.diagonal`][].
+    The errors of [`traceax.diagonal`][].
     """
     settings = {"k": k, "key": key, "state": state}
     settings |= {"execution": execution, "throw": throw}

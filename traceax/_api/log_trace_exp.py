@@ -66,7 +66,7 @@ def log_trace_exp(
     - `operator`: a Hermitian matrix or operator, tagged so, as for
         [`traceax.trace_of_function`][]. Or a real one without a tag, with a positive
         trace of the exponential, for which [`traceax.Arnoldi`][] takes the place of
-        Lanczos, with more steps and one run more.
+        Lanczos, with more steps and one more run.
     - `scale`: s, a real number or array of shape `()`.
     - `estimator`: sampler and `window`, `SLQEstimator(sampler, Lanczos(window))`; without
         a tag the sampler alone. A `lower_bound` is of no use here.

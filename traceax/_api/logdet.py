@@ -190,20 +190,21 @@ def logdet(
         error or the tolerance. Or [`traceax.RandomSteps`][], for an unbiased value.
     - `key`: a JAX PRNG key. Not needed where nothing is random.
     - `state`: as for [`traceax.trace`][].
-    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative
-        of one tagged negative), made from the same or from a similar operator. See
+    - `preconditioner`: of an operator tagged positive semidefinite (or of the negative of
+        one tagged negative), made from the same or from a similar operator. See
         [`traceax.nystrom_preconditioner`][] and [`traceax.Preconditioned`][]. Or
         [`traceax.AutoPreconditioner`][], which makes one and chooses its rank; it is the
         default, `"auto"`, for a tagged operator where neither `k` nor `num_steps` is a
         number and the estimator is an `SLQEstimator` without a `lower_bound`. It tries 8
         matvecs or more, and keeps the approximation if that pays. `None` makes none. With
-        a number for `k` or `num_steps` the default is none, and matvecs are as asked for.
+        a number for `k` or `num_steps` there is none by default, and the call makes the
+        matvecs that you asked for.
     - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then
         $\\log|A|_+$, the sum of the logarithms over the complement. It takes two or three
         matvecs more, one of which checks that the operator maps the basis to zero. A
-        preconditioner need not know of it. Derivatives are for directions in which it
-        stays so.
+        preconditioner need not know of it. Derivatives are valid in directions that keep
+        it a null space.
     - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
         smallest or the largest eigenvalues, in the form of `deflation` of
         [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
@@ -216,7 +217,7 @@ def logdet(
         with B too. The estimator is an `SLQEstimator`, without a preconditioner.
     - `gradient`: how derivatives are computed: [`traceax.LanczosGradient`][], from the
         same run, or [`traceax.SolveGradient`][], which has second derivatives.
-    - `execution`: where matvecs are made, and how many at a time.
+    - `execution`: where matvecs run, and how many at a time.
     - `throw`: whether to raise if the result is not `RESULTS.successful`.
 
     **Returns:**
@@ -230,15 +231,15 @@ def logdet(
         operator, $(-1)^n$; for structured operators, and with `k >= n` for general ones,
         the sign, or in complex arithmetic the phase. NaN where it is not known.
     - the entries of the estimator. For `SLQEstimator` these are `"bracket"`, shape
-        `(2,)`, between whose ends `value` would be without quadrature error, for the same
-        probes; `"sample_brackets"`, the same for each probe, shape `(k, 2)`;
-        `"ritz_values"`, shape `(2,)`, the smallest and the largest Ritz value (of the
-        preconditioned operator, if there is a preconditioner), or for a general operator
-        the smallest and the largest singular value of the bidiagonal matrices, both
-        between the extreme singular values of $A$; `"gradient_residual"`, shape
-        `(k,)`, the relative residuals of conjugate gradients after as many steps, which
-        show whether the steps are enough for the gradient: the error of conjugate
-        gradients, which bounds its bias, is at most the condition number times these.
+        `(2,)`, bounds of `value` without quadrature error, for the same probes;
+        `"sample_brackets"`, the same for each probe, shape `(k, 2)`; `"ritz_values"`,
+        shape `(2,)`, the smallest and the largest Ritz value (of the preconditioned
+        operator, if there is a preconditioner), or for a general operator the smallest
+        and the largest singular value of the bidiagonal matrices, both between the
+        extreme singular values of $A$; `"gradient_residual"`, shape `(k,)`, the relative
+        residuals of conjugate gradients after as many steps, which show whether the steps
+        are enough for the gradient: the error of conjugate gradients, which bounds its
+        bias, is at most the condition number times these.
 
     Memory: `num_steps` vectors of length n for each probe of a block, twice as many for a
     general operator, and for a derivative 8 vectors for each probe: see
@@ -252,9 +253,9 @@ def logdet(
         integer.
     - `ValueError`: `operator` is not square; `k` or `num_steps` is too small; `key` is
         missing; `preconditioner` or `estimator` does not fit the operator; `null_space`
-        or `deflation` has other shapes than its vectors, or the operator no tag that says
-        it is Hermitian; `null_space` is not mapped to zero (inside of a program a
-        run-time error, `RESULTS.not_null_space`).
+        or `deflation` has other shapes than its vectors, or the operator lacks a
+        Hermitian tag; `null_space` is not mapped to zero (inside of a program a run-time
+        error, `RESULTS.not_null_space`).
     - An `equinox` run-time error with `throw=True`: the operator was seen not to be
         positive definite; it is singular, or too ill conditioned for its precision; the
         steps that [`traceax.AdaptiveSteps`][] allows were too few, and n is too large

@@ -162,13 +162,13 @@ def minibatch_trace(
     throw: bool = True,
 ) -> Solution[Array]:
     """Estimate the trace of a curvature matrix of all data from some minibatches, with an
-    error bar that counts both that probes are random and that batches are a sample.
+    error bar that counts the randomness of the probes and of the batches.
 
     [`traceax.trace`][] of the same operator has an error bar for these batches alone.
 
-    **Which should grow, probes or batches?** Those whose standard error is larger,
-    `stats["probe_std_err"]` or `stats["batch_std_err"]`: a product costs as much as a
-    batch, and the first falls with the number of probes, the second with that of batches.
+    **More probes or more batches?** Reduce the larger of `stats["probe_std_err"]`, which
+    falls with the number of probes, and `stats["batch_std_err"]`, which falls with the
+    number of batches.
 
     !!! Example
 
@@ -190,10 +190,10 @@ def minibatch_trace(
 
     - `operator`: from [`traceax.hessian`][], [`traceax.ggn`][], [`traceax.fisher`][] or
         [`traceax.empirical_fisher`][] with two or more `batches`, which are independent
-        samples of the data. Batches of several sizes have weights by their numbers of
-        examples, as in the operator.
-    - `k`: the number of probes, 2 or more, each for a pass over all batches, a Python
-        integer. With `k >= n` the traces of batches are exact.
+        samples of the data. Batches are weighted by their numbers of examples, as in the
+        operator.
+    - `k`: the number of probes, a Python integer of 2 or more. Each takes a pass over all
+        batches. With `k >= n` the traces of batches are exact.
     - `key`, `execution`, `throw`: as for [`traceax.trace`][]. Probes are random signs.
 
     **Returns:**
@@ -209,8 +209,8 @@ def minibatch_trace(
     examples, and in 91% where batches had two examples of log-normal sizes: few batches
     of examples with heavy tails need care.
 
-    The sample is taken from data without end. For a list of all batches of the data the
-    error is `stats["probe_std_err"]`.
+    The batches are assumed to be a sample of unlimited data. If they are all of the data,
+    the error is `stats["probe_std_err"]`.
 
     **Raises:**
 

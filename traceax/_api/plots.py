@@ -73,7 +73,7 @@ def convergence(
 
     - `TypeError`: `solution` is not a [`traceax.Solution`][].
     - `ValueError`: it has no history, or is a batch of several.
-    - `ImportError`: there is no matplotlib.
+    - `ImportError`: matplotlib is not installed.
     """
     check_solution("solution", solution)
     if "history" not in solution.stats:
@@ -139,7 +139,7 @@ def spectral_density(
     - `TypeError`: `density` is not a [`traceax.SpectralDensity`][]; `width` is not real.
     - `ValueError`: `density` has a node that is not finite, or is a batch of several;
         `width` is not positive.
-    - `ImportError`: there is no matplotlib.
+    - `ImportError`: matplotlib is not installed.
     """
     if not isinstance(density, SpectralDensity):
         raise TypeError(
@@ -214,7 +214,7 @@ def compare(
     - `TypeError`: `solutions` is not a mapping of names to [`traceax.Solution`][]s.
     - `ValueError`: it is empty, or one of them is a batch of several, or of a quantity
         with several entries.
-    - `ImportError`: there is no matplotlib.
+    - `ImportError`: matplotlib is not installed.
     """
     if not isinstance(solutions, Mapping):
         raise TypeError(

@@ -116,7 +116,7 @@ def schatten_norm(
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][], whose tolerances
         apply to the norm. Default: 1% of it.
     - `num_steps`: the number of Golub-Kahan steps for each probe, a Python integer; more
-        than n count as n. Or [`traceax.AdaptiveSteps`][], as by default.
+        than n count as n. Or [`traceax.AdaptiveSteps`][], the default.
     - `key`, `state`, `execution`, `throw`: as for [`traceax.trace`][].
 
     **Returns:**

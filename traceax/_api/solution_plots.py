@@ -52,17 +52,17 @@ def solution(
 
     **Returns:**
 
-    The axes, with a point for each sample, from left to right. The interval is that of
-    `solution.interval()`, which counts the quadrature error as well. Of complex numbers
+    The axes, with a point for each sample, from left to right. The interval is
+    `solution.interval()`, which counts the quadrature error as well. For complex numbers
     the real part is drawn. An infinite end of the interval is not drawn.
 
     **Raises:**
 
     - `TypeError`: `solution` is not a [`traceax.Solution`][].
     - `ValueError`: its value has several entries; it is a batch of several; or its
-        samples are those of another number, as for norms, of which they are powers. Use
+        samples estimate another number, as for norms, where they estimate a power. Use
         [`traceax.plot.compare`][] for these.
-    - `ImportError`: there is no matplotlib.
+    - `ImportError`: matplotlib is not installed.
     """
     check_solution("solution", solution)
     shape = jax.tree.map(np.shape, solution.value)
@@ -132,17 +132,17 @@ def diagonal(
 
     **Returns:**
 
-    The axes. Entries come in the order of `jax.tree.leaves`, each leaf flattened. Of more
-    than 200 entries, every second, third, ... is drawn, so that 200 or fewer are left.
-    The intervals are those of `solution.interval()`, for each entry by itself: of many,
-    one in twenty misses. An infinite one has no bar. Of complex numbers the real part is
+    The axes. Entries come in the order of `jax.tree.leaves`, each leaf flattened. If
+    there are more than 200, every second, third, ... is drawn, so that at most 200 are
+    left. The intervals are `solution.interval()`, for each entry by itself, so about one
+    in twenty misses. An infinite one has no bar. For complex numbers the real part is
     drawn.
 
     **Raises:**
 
     - `TypeError`: `solution` is not a [`traceax.Solution`][].
     - `ValueError`: it is a batch of several; or `exact` has another number of entries.
-    - `ImportError`: there is no matplotlib.
+    - `ImportError`: matplotlib is not installed.
     """
     check_solution("solution", solution)
     value, low, high = (_entries(x) for x in (solution.value, *solution.interval()))

@@ -121,7 +121,7 @@ def spectral_density(
 
     - `operator`: a Hermitian operator, and tagged so, as in
         [`traceax.trace_of_function`][]; on arrays or PyTrees, of any floating dtype.
-    - `estimator`: the sampler of the probes, of which only the directions count, and the
+    - `estimator`: the sampler of the probes (only their directions count) and the
         `window` of Lanczos, as `SLQEstimator(sampler, Lanczos(window))`. With `window=0`
         an eigenvalue may come as several nodes that share its weight. A `lower_bound` is
         of no use here.
@@ -153,7 +153,7 @@ def spectral_density(
     Cost: `k * num_steps` matvecs, one in each step, and one probe more where the steps
     are chosen; `O(n k num_steps^2)` operations. Memory: `num_steps` vectors of length n
     for each probe of a block (with `window=0` a few), and `2 k num_steps` numbers for the
-    result; for chosen steps with `max_steps` in the place of `num_steps`.
+    result. If steps are chosen, `max_steps` takes the place of `num_steps`.
 
     **Raises:**
 

@@ -76,9 +76,9 @@ class SpectralDensity(eqx.Module):
         """The largest Ritz value of all probes, an estimate of the largest eigenvalue
         from below: the eigenvalue is at least as large, up to rounding.
 
-        It is accurate where the eigenvalue stands apart, after some tens of steps. How
-        accurate, it does not say: [`traceax.eigsh`][] gives an interval. A scalar array,
-        of the shape of the batch for a batch of measures.
+        It is accurate after some tens of steps if the eigenvalue stands apart. It has no
+        error bar: [`traceax.eigsh`][] gives an interval. A scalar array, of the shape of
+        the batch for a batch of measures.
         """
         return jnp.max(self.nodes, axis=(-2, -1))
 

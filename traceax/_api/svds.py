@@ -59,7 +59,7 @@ class SingularTriplets(AbstractExtremes):
     - `result`, `stats`, `successful`, `matvecs`, `quantity`, `raw`: as for
         [`traceax.Eigenpairs`][].
 
-    Only `values` have a derivative. Where one is asked for, reading `left`, `right`,
+    Only `values` have a derivative. While one is computed, reading `left`, `right`,
     `residuals` or `interval()` raises `NotImplementedError`;
     `jax.lax.stop_gradient(triplets)` has all of them as constants.
     """
@@ -195,8 +195,8 @@ def svds(
     from zero, the derivative is NaN. Second derivatives raise `NotImplementedError`.
 
     Cost: each step makes two matvecs, and two with the adjoint. Memory: `m` vectors of
-    each of the two lengths, with `m = max(40, 2 num + 24)`, and twice that for a moment
-    where the method restarts. The last `2 num` matvecs compute the residuals.
+    each of the two lengths, with `m = max(40, 2 num + 24)`, and twice that briefly at
+    each restart. The last `2 num` matvecs compute the residuals.
 
     **Raises:**
 

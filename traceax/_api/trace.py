@@ -66,12 +66,12 @@ def trace(
         same. So must the operator and the arrays in the settings, but their numbers are
         not checked. `max_k` must not be smaller. Numbers of steps and ranks that were
         chosen automatically stay as they are.
-    - `deflation`: vectors whose span is read exactly, such as eigenvectors of the largest
-        eigenvalues, for an operator tagged Hermitian: with an orthonormal basis Q of the
-        span only $(I - QQ^*) A (I - QQ^*)$ is estimated. The value is unbiased for any
-        vectors. An array of columns, of shape `(n, r)`, for operators on one vector of
-        shape `(n,)`; otherwise a PyTree of the structure of a vector, with a leading axis
-        of size r in each leaf. (An array of shape `(r, n)` is read in that way too,
+    - `deflation`: vectors whose span is treated exactly, such as eigenvectors of the
+        largest eigenvalues, for an operator tagged Hermitian: with an orthonormal basis Q
+        of the span only $(I - QQ^*) A (I - QQ^*)$ is estimated. The value is unbiased for
+        any vectors. An array of columns, of shape `(n, r)`, for operators on one vector
+        of shape `(n,)`; otherwise a PyTree of the structure of a vector, with a leading
+        axis of size r in each leaf. (An array of shape `(r, n)` is read in that way too,
         unless r is n.) They take r of the `k` matvecs and need not be orthonormal;
         dependent ones are dropped, and derivatives take them as constant.
     - `control`: a control variate, for an estimator with independent samples (by default
@@ -81,10 +81,10 @@ def trace(
         to both, and the samples are $a_i - c_i (b_i - \mathrm{known})$, with the
         regression coefficient $c_i$ of the other samples: unbiased, for any B. If samples
         of the two have the correlation $\rho$, the variance is $1 - \rho^2$ times as
-        large; from 8 probes on at most 1.4 times that, since $c_i$ has noise. With 4
-        probes a weak control does harm, and below 4 $c_i$ is 0. `k` counts matvecs with
-        A, and there are as many with B.
-    - `execution`: where matvecs are made, and how many at a time. Default:
+        large, and with 8 probes or more at most 1.4 times that, since $c_i$ is noisy.
+        With 4 probes a weak control does harm, and below 4 $c_i$ is 0. `k` counts matvecs
+        with A, and there are as many with B.
+    - `execution`: where matvecs run, and how many at a time. Default:
         [`traceax.Local`][].
     - `throw`: whether to raise if the result is not `RESULTS.successful`. With `False`,
         look at `solution.result`.
@@ -92,10 +92,9 @@ def trace(
     **Returns:**
 
     A [`traceax.Solution`][]: `value`, its standard error `std_err`, `result`, `stats`.
-    The estimate is unbiased. Matvecs, samples and memory of each estimator are in
-    [its table of costs](../choose_estimator.md#costs). Operators in bfloat16 or float16
-    are applied in their own dtype; everything else is float32, and so are `value` and
-    `std_err`.
+    The estimate is unbiased. Matvecs, samples and memory of each estimator are in [the
+    table of costs](../choose_estimator.md). Operators in bfloat16 or float16 are applied
+    in their own dtype; everything else is float32, and so are `value` and `std_err`.
 
     With a `control`, `stats` has `"control_coefficient"`, the mean of $c_i$;
     `"correlation_with_control"`, $|\rho|$; and `"num_control_matvecs"`, those with B.
@@ -106,14 +105,14 @@ def trace(
 
     **Raises:**
 
-    - `TypeError`: `operator` is no matrix and no operator, or not of floating or complex
-        dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
+    - `TypeError`: `operator` is neither a matrix nor an operator, or not of floating or
+        complex dtype; `k` is not a Python integer; `key` is not a key; `estimator` or
         `execution` is not an instance of its kind.
     - `ValueError`: `operator` is not square; `k` is below 1, or below what the estimator
         needs; `key` is missing; the estimator needs a semidefinite tag that is missing;
         the sampler's dtype does not fit; `deflation` has other shapes than the operator's
-        vectors, or the operator no tag that says it is Hermitian; `control` has another
-        structure or no known answer, or the estimator makes a sketch.
+        vectors, or the operator lacks a Hermitian tag; `control` has another structure or
+        no known answer, or the estimator makes a sketch.
     - An `equinox` run-time error with `throw=True`: a matvec was not finite, a
         semidefinite tag is wrong, or an adaptive budget ended before the tolerance was
         met, or the tolerance is smaller than rounding errors; the samples of `control`

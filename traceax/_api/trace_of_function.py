@@ -45,8 +45,8 @@ def trace_of_function(
     execution: AbstractExecution = Local(),
     throw: bool = True,
 ) -> Solution[Any]:
-    """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs; or the traces of
-    several functions, from the same ones.
+    """Estimate $\\mathrm{tr} f(A)$ for a square operator from matvecs, or the traces of
+    several functions from the same matvecs.
 
     !!! Example
 
@@ -93,14 +93,14 @@ def trace_of_function(
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
         it takes to reach a tolerance. Default: 1%.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
-        n count as n. Or [`traceax.AdaptiveSteps`][], as by default, or
+        n count as n. Or [`traceax.AdaptiveSteps`][], the default, or
         [`traceax.RandomSteps`][], for an unbiased value.
     - `key`, `state`, `execution`, `throw`: as in [`traceax.trace`][].
     - `null_space`: a basis of the null space of an operator tagged Hermitian, orthonormal
         or not, in the form of `deflation` of [`traceax.trace`][]. The value is then the
         sum over the eigenvalues on the complement. It takes two or three matvecs more,
-        one of which checks that the operator maps the basis to zero. Derivatives are for
-        directions in which it stays so.
+        one of which checks that the operator maps the basis to zero. Derivatives are
+        valid in directions that keep it a null space.
     - `deflation`: eigenvectors of an operator tagged Hermitian, such as those of the
         smallest or the largest eigenvalues, in the form of `deflation` of
         [`traceax.trace`][]. Their part is exact, from r matvecs and one or two more; the
@@ -132,7 +132,7 @@ def trace_of_function(
 
     For a PyTree of functions `value`, `std_err` and the entries of `stats` that belong to
     a function have its structure. Steps are chosen for the function that needs most, and
-    a tolerance is one of all values together. `solution.covariance` is their covariance,
+    a tolerance applies to all values together. `solution.covariance` is their covariance,
     and `solution.transform` gives a function of them, such as a ratio, one error bar.
 
     Derivatives in the operator's arrays are estimates of $\\mathrm{tr}(f'(A)\\, dA)$, and

@@ -67,8 +67,8 @@ def trace_of_solves(
         same vectors: `(B,)` stands for $\mathrm{tr}(A^{-1} B)$, `(B, C)` for
         $\mathrm{tr}(A^{-1} B A^{-1} C)$, and so on; `()` for $\mathrm{tr}(A^{-1})$.
     - `solver`: an iterative solver of lineax. Its tolerances are relative to right-hand
-        sides with entries of size one and to A in units of its norm, and the residual
-        that is left is about their square. Default: `lineax.CG`, for operators with a
+        sides with entries of size one and to A in units of its norm, and the remaining
+        residual is about their square. Default: `lineax.CG`, for operators with a
         semidefinite tag, whose tolerances are the fourth root of the machine epsilon. For
         others pass, for example, `lineax.GMRES(rtol=1e-3, atol=1e-3)`, which needs the
         adjoint of A.
@@ -86,29 +86,29 @@ def trace_of_solves(
     - `"num_solves"`: two for each probe and each system. There is one system for x =
         $A^{-*} z$, and one for each word that another one continues to the left: `(B,)`
         and `()` need x alone, `(B, C)` and `(D, C)` share $A^{-1} C z$.
-    - `"solver_steps"`, of all solves together; `"num_matvecs"` are these, one for each
-        solve, and one more, or more if a step of the solver makes more products.
+    - `"solver_steps"`, of all solves together; `"num_matvecs"` counts these, one more for
+        each solve, and one more, or more if a step of the solver makes several products.
     - `"solve_error"`, for each word the part of its error that is due to solves, counted
         in `std_err` and, as a distance, in `interval()`; `"solve_residual"`, the largest
         relative residual of all.
 
-    The error of solves is seen as far as the second solve removes it. An eigenvector is
-    hidden from both if its share of a right-hand side is below the square of the
-    tolerance; that of a probe is $1 / \sqrt{n}$.
-    Memory: a few vectors of length n for each probe of a block; with a derivative, as
-    many as the word has operators for each probe.
+    The error of a solve is seen only as far as the second solve removes it. An
+    eigenvector is hidden from both if its share of a right-hand side is below the square
+    of the tolerance; that of a probe is $1 / \sqrt{n}$. Memory: a few vectors of length n
+    for each probe of a block; with a derivative, as many as the word has operators for
+    each probe.
 
     Derivatives in the arrays of all operators, of first order: $-\mathrm{tr}(A^{-1} dA\,
     A^{-1} B) + \mathrm{tr}(A^{-1} dB)$, from the same probes and, beyond those of the
     value, as many further solves as make two for each letter of a word. They need the
-    adjoint of B where a letter follows. Their error by solves is that of one solve, not
-    counted.
+    adjoint of B where a letter follows. Their error from solves is as large as for one
+    solve, and is not counted.
 
     **Raises:**
 
-    - `TypeError`, `ValueError`: as [`traceax.trace`][]; a leaf of `words` is no tuple of
-        operators on the vectors of A; `lineax.CG` for an operator without a semidefinite
-        tag.
+    - `TypeError`, `ValueError`: as [`traceax.trace`][]; a leaf of `words` is not a tuple
+        of operators on the vectors of A; `lineax.CG` for an operator without a
+        semidefinite tag.
     - An `equinox` run-time error with `throw=True`: a solve failed, or left more than
         half of its right-hand side; a tolerance was not met.
     - `NotImplementedError` for a second derivative.

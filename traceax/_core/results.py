@@ -199,8 +199,8 @@ Likely remedies:
     (for the exact answer, `max_k` then has to be n more than before). `max_k` must have
     room for `min_samples` samples; a sample of XTrace takes two matvecs; or
 
-(b) use an estimator that fits the operator better (see "Choosing an estimator"), or for
-    a log-determinant a preconditioner; or
+(b) use an estimator that fits the operator better (see "Choose an estimator and a
+    budget"), or for a log-determinant a preconditioner; or
 
 (c) loosen the tolerance; with `throw=False` the call returns its estimate so far.
 """.strip()

@@ -135,8 +135,8 @@ class Solution(eqx.Module, Generic[_ValueT]):
         ```
 
     `print` shows the value, rounded to two digits of its error bar, a 95% interval, and
-    what it cost; and why the call failed, if it did. Of arrays it shows a summary; inside
-    of a program, where there are no numbers yet, shapes.
+    what it cost; and why the call failed, if it did. For arrays it shows a summary, and
+    inside `jax.jit`, where there are no numbers yet, shapes.
 
     **Attributes:**
 
@@ -154,12 +154,12 @@ class Solution(eqx.Module, Generic[_ValueT]):
         number of Krylov steps of each, 0 where no Krylov method runs. `"samples"` are the
         per-sample estimates, shape `(m,)`. Their mean is `value`; for norms it is a power
         of `value`, and for `log_trace_exp` `value` is the logarithm of the mean of their
-        exponentials. Where `value` is not a scalar, `"skewness"` takes their place, that
-        of the samples, of the structure of `value`. `"exact"` says whether the answer is
-        exact: because `k >= n`, or because an estimate failed and n more matvecs gave the
-        exact answer instead. `"std.err"` is the standard error
-        again, under the name that traceax 1.0 gave it. Functions of operators (except
-        for log-determinants that are known from the structure) have `"bounds"`, shape
+        exponentials. Where `value` is not a scalar, `"skewness"` takes their place: the
+        skewness of the samples, of the structure of `value`. `"exact"` says whether the
+        answer is exact: because `k >= n`, or because an estimate failed and n more
+        matvecs gave the exact answer instead. `"std.err"` is the standard error again,
+        under the name that traceax 1.0 gave it. Functions of operators (except for
+        log-determinants that are known from the structure) have `"bounds"`, shape
         `(2, 2)`, for diagonals `(2, 2, ...)` in each leaf: a lower bound of `value`
         without quadrature error and rounding, for the same probes, with its standard
         error; and an upper bound with its own. Estimators add entries, which their
@@ -233,9 +233,9 @@ class Solution(eqx.Module, Generic[_ValueT]):
 
         **Raises:**
 
-        `TypeError` for a `confidence` that is no number. `ValueError` for a `confidence`
-        that is not between 0 and 1, or an `equinox` run-time error if it is traced.
-        `ValueError` for a batch of solutions.
+        `TypeError` for a `confidence` that is not a number. `ValueError` for a
+        `confidence` that is not between 0 and 1, or an `equinox` run-time error if it is
+        traced. `ValueError` for a batch of solutions.
         """
         self._refuse_batch("interval()")
         confidence = check_confidence(confidence)
@@ -292,8 +292,8 @@ class Solution(eqx.Module, Generic[_ValueT]):
         - `fn`: from `value` to a floating-point scalar, or to a PyTree of such scalars of
             one dtype. It may use the scalars of `value`, but not its arrays, whose
             entries have no known covariance. The function must be smooth: at a kink, such
-            as that of `abs` or `max`, the error bar is too small. In loops and branches
-            divisions by zero and the like are not looked for.
+            as that of `abs` or `max`, the error bar is too small. Divisions by zero and
+            the like are not detected inside loops and branches.
 
         **Returns:**
 
@@ -316,10 +316,10 @@ class Solution(eqx.Module, Generic[_ValueT]):
     @property
     def covariance(self) -> Real[Array, "p p"]:
         """The covariance of the scalars of `value`, in the order of its leaves: real, of
-        shape `(q, q)`; for complex scalars that of all real and then all imaginary parts,
-        of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`. Entries of
-        diagonals and other arrays have no covariance; a `ValueError` is raised if there
-        is nothing else."""
+        shape `(q, q)`; for complex scalars, the covariance of all real and then all
+        imaginary parts, of shape `(2 q, 2 q)`. The diagonal has the squares of `std_err`.
+        Entries of diagonals and other arrays have no covariance; a `ValueError` is raised
+        if there is nothing else."""
         self._refuse_batch("covariance")
         with standard_promotion():
             return Scalars.of(self.value, self.std_err, self.stats).covariance

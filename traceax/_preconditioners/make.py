@@ -162,7 +162,7 @@ def nystrom_preconditioner(
         vector d of the operator's structure, with positive entries. A is then
         approximated in the scale in which they are equal, $P = \\hat A +
         \\mathrm{diag}(d)$. It is constant to derivatives.
-    - `execution`: where matvecs are made, and how many at a time.
+    - `execution`: where matvecs run, and how many at a time.
     - `throw`: as in [`traceax.trace`][].
 
     **Returns:**

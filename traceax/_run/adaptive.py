@@ -8,6 +8,7 @@ the right-hand side, and `excess` is the left-hand side divided by it.
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -69,9 +70,9 @@ class Adaptive(eqx.Module):
     several entries, look at `std_err`. The loop is compiled once, whatever the data; the
     tolerances may be traced.
 
-    A test after every round stops a little early more often than late. The error bars
-    are cautious enough that intervals still cover the true value with the requested
-    confidence: see [Stopping early](../adaptive.md#stopping-early) for measurements.
+    A test after every round stops a little early more often than late. The error bars are
+    cautious enough that intervals still cover the true value with the requested
+    confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
 
     !!! Example
 
@@ -208,6 +209,15 @@ class Adaptive(eqx.Module):
         self.callback = callback
         self.norm = norm
 
+    def __repr__(self) -> str:
+        """As a call without what is a default: `k=Adaptive()` in signatures."""
+        mine, default = (
+            {field.name: _shown(getattr(budget, field.name)) for field in fields(budget)}
+            for budget in (self, Adaptive())
+        )
+        changed = [f"{name}={mine[name]}" for name in mine if mine[name] != default[name]]
+        return f"Adaptive({', '.join(changed)})"
+
     def with_arrays(self) -> "Adaptive":
         """The same rule with arrays as tolerances, so that a compiled program does not
         depend on their numbers."""
@@ -290,6 +300,10 @@ def _tolerance(name: str, value: Scalar | float | None) -> Real[Array | np.ndarr
     if number is not None and not number >= 0:
         raise ValueError(f"`{name}` must not be negative. Found {number!r}.")
     return value if isinstance(value, jax.Array) else np.asarray(value, float)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, np.ndarray) else eqx.tree_pformat(value)
 
 
 def _check_integer(name: str, value: Any, smallest: int) -> int:
