@@ -196,9 +196,11 @@ def test_blocks():
     """A device that holds a quarter of the rows takes four times as many probes, and a
     large matrix has blocks of up to an eighth of its size."""
 
+    float32 = jnp.dtype(jnp.float32)
+
     def operator(n, *arrays):
         product = jax.tree_util.Partial(jnp.dot, *arrays)
-        return FlatOperator(product, size=n, dtype=jnp.float32, precision=jnp.float32)
+        return FlatOperator(product, size=n, dtype=float32, precision=float32)
 
     mesh = make_mesh(8)
     cheap = operator(2**18)
