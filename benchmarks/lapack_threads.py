@@ -4,12 +4,13 @@
 
 jaxlib makes QR and eigenvalue decompositions with the OpenBLAS of SciPy, whose threads
 wait in a busy loop for the next call, about 20 ms, on the cores that the next product
-needs. `OPENBLAS_NUM_THREADS=1` does without them, and `OPENBLAS_THREAD_TIMEOUT=4` sends
-them to sleep after 16 clock cycles. The last two columns are times over the time as
-installed. Each is the median of three processes, which take turns with those of the other
-settings, of the median of nine interleaved calls.
+needs. `OPENBLAS_NUM_THREADS=1` does without them from the start of a process, and
+`traceax.single_threaded_lapack` in a `with` block. The last two columns are times over
+the time as installed. Each is the median of three processes, which take turns with those
+of the other settings, of the median of nine interleaved calls.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ from timing import interleaved
 import traceax as tx
 
 
-SETTINGS = ("", "OPENBLAS_NUM_THREADS=1", "OPENBLAS_THREAD_TIMEOUT=4")
+SETTINGS = ("as installed", "OPENBLAS_NUM_THREADS=1", "single_threaded_lapack")
 CALLS = {
     "Hutch++": lambda a, key: tx.trace(a, tx.HutchPlusPlusEstimator(), k=120, key=key),
     "XTrace": lambda a, key: tx.trace(a, tx.XTraceEstimator(), k=120, key=key),
@@ -41,7 +42,12 @@ CALLS = {
 }
 
 
-def measure(n: int) -> None:
+def measure(n: int, setting: str) -> None:
+    """The median of each call, printed."""
+    if setting == "single_threaded_lapack":
+        limited = tx.single_threaded_lapack()
+    else:
+        limited = contextlib.nullcontext()
     x = jax.random.normal(jax.random.key(0), (n, 100)) / jnp.arange(1, 101)
     matrix, key = x @ x.T + jnp.eye(n), jax.random.key(0)
 
@@ -53,7 +59,8 @@ def measure(n: int) -> None:
         compiled = jax.jit(run)
         return lambda: compiled(matrix, key)
 
-    found = interleaved({name: call(each) for name, each in CALLS.items()}, rounds=9)
+    with limited:
+        found = interleaved({name: call(each) for name, each in CALLS.items()}, rounds=9)
     print(json.dumps({name: median for name, (median, *_) in found.items()}))
 
 
@@ -63,9 +70,9 @@ def medians(n: int) -> list[dict[str, float]]:
     for _ in range(3):
         for run, setting in zip(runs, SETTINGS, strict=True):
             name, _, value = setting.partition("=")
-            fixed = {name: value} if name else {}
+            fixed = {name: value} if value else {}
             usual = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS")}
-            command = [sys.executable, __file__, str(n)]
+            command = [sys.executable, __file__, str(n), setting]
             text = subprocess.check_output(command, env=usual | fixed, text=True)
             run.append(json.loads(text))
     return [
@@ -75,7 +82,7 @@ def medians(n: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    head("n", "call", "as installed", *(f"`{each}`" for each in SETTINGS[1:]))
+    head("n", "call", SETTINGS[0], *(f"`{each}`" for each in SETTINGS[1:]))
     for n in (1000, 4000):
         usual, *others = medians(n)
         for name in CALLS:
@@ -85,6 +92,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        measure(int(sys.argv[1]))
+        measure(int(sys.argv[1]), sys.argv[2])
     else:
         main()

@@ -142,6 +142,7 @@ from ._run.devices import (
     probe_mesh,
 )
 from ._run.execution import AbstractExecution, Local
+from ._run.lapack_threads import single_threaded_lapack
 from ._run.norms import each_entry, each_leaf
 from ._run.random_steps import RandomSteps
 from ._run.sharded import Sharded
@@ -269,6 +270,7 @@ __all__ = [
     "ColouredSampler",
     "NormalSampler",
     "probe_mesh",
+    "single_threaded_lapack",
     "RademacherSampler",
     "RESULTS",
     "Sharded",
