@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from importlib import import_module
 
 
 @contextlib.contextmanager
@@ -37,21 +38,17 @@ def single_threaded_lapack() -> Iterator[None]:
 
     **Returns:**
 
-    A context manager, which is also a decorator of functions.
-
-    **Raises:**
-
+    A context manager, which is also a decorator of functions. To enter it raises an
     `ImportError` if the package `threadpoolctl` is not installed.
     """
     try:
-        import threadpoolctl
+        threadpoolctl = import_module("threadpoolctl")
     except ImportError as error:
         raise ImportError(
             "`single_threaded_lapack` needs the package threadpoolctl: `pip install "
             "threadpoolctl`. Or set the environment variable OPENBLAS_NUM_THREADS=1 "
             "before Python starts."
         ) from error
-    import scipy.linalg  # noqa: F401  Loads the library whose threads are limited.
-
+    import_module("scipy.linalg")  # loads the library whose threads are limited
     with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
         yield
