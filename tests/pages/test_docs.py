@@ -124,14 +124,18 @@ NUMBER = re.compile(r"(\d+(?:\.(\d+))?(?:e([+-]\d+))?)")
 
 def numbers(text):
     """Rounding differs between machines: whole ones to a hundredth, such as counts of
-    steps, and others to the unit of the last digit or a thousandth."""
+    steps, and others to the unit of the last digit, a thousandth, or what float32 makes
+    of the largest number in the line: error bars are differences of such numbers."""
     found = []
-    for number, decimals, exponent in NUMBER.findall(text):
-        unit = 10.0 ** (int(exponent or 0) - len(decimals))
-        bounds = {"rel": 1e-3, "abs": max(1.01 * unit, 1e-12)}
-        if not decimals and not exponent:
-            bounds = {"rel": 1e-2}
-        found.append(pytest.approx(float(number), **bounds))
+    for line in text.splitlines():
+        parsed = [(float(number), *rest) for number, *rest in NUMBER.findall(line)]
+        rounding = 1e-5 * max((value for value, *form in parsed if any(form)), default=0)
+        for value, decimals, exponent in parsed:
+            unit = 10.0 ** (int(exponent or 0) - len(decimals))
+            bounds = {"rel": 1e-3, "abs": max(1.01 * unit, rounding)}
+            if not decimals and not exponent:
+                bounds = {"rel": 1e-2}
+            found.append(pytest.approx(value, **bounds))
     return found
 
 
