@@ -246,7 +246,7 @@ def default_block_size(operator: FlatOperator, width: int, rows: int = 1) -> int
     """The number of vectors in a block on one of `rows` devices, each of which holds its
     own rows of the vectors and of the operator."""
     n = -(-operator.size // rows)
-    held = sum(leaf.size for leaf in jax.tree.leaves(operator)) // rows
+    held = sum(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(operator)) // rows
     entries = max(_MAX_BLOCK_ENTRIES, int(_BLOCK_SHARE * held))
     return max(1, min(_MAX_BLOCK_SIZE, entries // n, _MAX_BASIS_ENTRIES // (n * width)))
 
