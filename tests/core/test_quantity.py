@@ -56,6 +56,13 @@ def example():
     return matrix, np.random.default_rng(1).standard_normal((N, N))
 
 
+def test_the_trace_reads_nan():
+    ones, bad = jnp.ones(3), jnp.array([1.0, jnp.nan, 1.0])
+    assert tx.Trace().read(ones, 2 * ones) == 6
+    assert jnp.isnan(tx.Trace().read(ones, bad))
+    assert jnp.isnan(tx.Trace().read(bad, ones))
+
+
 @pytest.mark.slow(but="HutchinsonEstimator")
 @every_estimator
 def test_unbiased(estimator):

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tx
+from traceax._core.flat import FlatOperator
 
 from ..programs.common import (
     close,
@@ -192,11 +193,24 @@ def test_rows_alone():
 
 
 def test_blocks():
-    """A device that holds a quarter of the rows takes four times as many probes."""
+    """A device that holds a quarter of the rows takes four times as many probes, and a
+    large matrix has blocks of up to an eighth of its size."""
+
+    float32 = jnp.dtype(jnp.float32)
+
+    def operator(n, *arrays):
+        product = jax.tree_util.Partial(jnp.dot, *arrays)
+        return FlatOperator(product, size=n, dtype=float32, precision=float32)
+
     mesh = make_mesh(8)
-    assert tx.Sharded(mesh).block(2**18) == 2 * 4
-    assert tx.Sharded(mesh, rows="rows").block(2**18) == 2 * 16
-    assert tx.Sharded(mesh, rows="rows", block_size=3).block(2**18) == 2 * 3
+    cheap = operator(2**18)
+    assert tx.Sharded(mesh).block(cheap) == 2 * 4
+    assert tx.Sharded(mesh, rows="rows").block(cheap) == 2 * 16
+    assert tx.Sharded(mesh, rows="rows", block_size=3).block(cheap) == 2 * 3
+    tall = operator(2**18, jax.ShapeDtypeStruct((2**18, 2**9), jnp.float32))
+    assert tx.Local().block(tall) == 2**6
+    assert tx.Sharded(mesh, rows="rows").block(tall) == 2 * 2**6
+    assert tx.Local().block(tall, width=2**6) == 4
 
 
 def test_explicit_axes():

@@ -312,7 +312,7 @@ class _Laplacian(AbstractTask):
         # ones are padded with zero directions.
         shares = execution.num_shares
         per_share = -(-count // shares)
-        num_blocks = -(-per_share // max(1, execution.block(operator.size) // shares))
+        num_blocks = -(-per_share // max(1, execution.block(operator) // shares))
         size = -(-per_share // num_blocks)
         indices = jnp.arange(shares * num_blocks * size)
 

@@ -189,7 +189,7 @@ class Trace(AbstractQuantity):
     diagonal_only: ClassVar[bool] = True
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
-        return jnp.vdot(left, image, precision="highest")
+        return _inner_product(left, image)
 
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
@@ -266,7 +266,7 @@ class LeafTraces(StructuredQuantity):
 
     def read(self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]) -> Array:
         parts = zip(self._split(left), self._split(image), strict=True)
-        return jnp.stack([jnp.vdot(x, y, precision="highest") for x, y in parts])
+        return jnp.stack([_inner_product(x, y) for x, y in parts])
 
     def size(
         self, left: Inexact[Array, " n"], image: Inexact[Array, " n"]
@@ -285,6 +285,16 @@ class LeafTraces(StructuredQuantity):
 for _class in (Diagonal, LeafTraces):
     _class.__init__.__doc__ = """**Arguments:** none. Calls fill in `treedef` and
     `shapes`, the structure of the operator's vectors."""
+
+
+def _inner_product(
+    left: Inexact[Array, " n"], image: Inexact[Array, " n"]
+) -> Inexact[Array, ""]:
+    """left* image. The condition is always true, unless the result is NaN: a sum with a
+    condition is not fused with the product of a dense matrix that makes the image. XLA on
+    CPU in JAX 0.10 fuses `jnp.vdot` with it, in a kernel that takes three times as long
+    as the product (100 vectors, n = 4096 or 8000)."""
+    return jnp.sum(jnp.where(left == left, left.conj() * image, jnp.nan))
 
 
 def sum_rows(rows: Inexact[Array, "m ..."]) -> Inexact[Array, "..."]:

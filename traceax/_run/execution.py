@@ -21,6 +21,9 @@ from .._numerics.dense import factorising
 _MAX_BLOCK_SIZE = 128
 # Numbers in the probes of a block: 4 MiB in float32.
 _MAX_BLOCK_ENTRIES = 2**20
+# Or this share of the numbers in the operator's arrays, if that is more. A matrix larger
+# than the cache is read once for each block, and beside it such a block is small.
+_BLOCK_SHARE = 1 / 8
 # Numbers in all Krylov bases of a block: 256 MiB in float32.
 _MAX_BASIS_ENTRIES = 2**26
 
@@ -136,22 +139,20 @@ class AbstractExecution(eqx.Module):
         products = self.map(FlatOperator.adjoint_mv, operator, rows)
         return jax.lax.optimization_barrier(products).T
 
-    def block(self, n: int, width: int = 1) -> int:
+    def block(self, operator: FlatOperator, width: int = 1) -> int:
         """The number of inputs that `map_reduce` processes at a time, on all devices
         together. A caller that must not hold all results at once passes it so many
         inputs in each call.
 
         **Arguments:**
 
-        - `n`: the size of the operator.
-        - `width`: as for `map_reduce`.
+        - `operator`, `width`: as for `map_reduce`.
 
         **Returns:**
 
         A Python integer, 1 or more.
         """
-        entries = min(_MAX_BLOCK_ENTRIES // n, _MAX_BASIS_ENTRIES // (n * width))
-        return max(1, min(_MAX_BLOCK_SIZE, entries))
+        return default_block_size(operator, width)
 
     @property
     def num_shares(self) -> int:
@@ -196,9 +197,9 @@ class Local(AbstractExecution):
 
     - `block_size`: the largest number of probe vectors per block. Blocks are smaller, by
         up to a half, where that makes all of them equal. `None` takes 128, or fewer where
-        n is large: the probes of a block have at most $2^{20}$ entries, and for
-        estimators that keep a Krylov basis for each probe all bases have at most
-        $2^{26}$.
+        n is large: the probes of a block have at most $2^{20}$ entries, or an eighth of
+        the entries of the operator's arrays if that is more, and for estimators that keep
+        a Krylov basis for each probe all bases have at most $2^{26}$.
     """
 
     block_size: int | None = eqx.field(static=True, default=None, converter=plain_integer)
@@ -220,7 +221,7 @@ class Local(AbstractExecution):
         width: int = 1,
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         count = jax.tree.leaves(xs)[0].shape[0]
-        block = equal_block_size(count, self.block(operator.size, width))
+        block = equal_block_size(count, self.block(operator, width))
         if count == 1:
             # No batch axis: under an outer `vmap` a batch of one takes twice the time.
             only = fn(operator, jax.tree.map(lambda x: x[0], xs))
@@ -234,11 +235,20 @@ class Local(AbstractExecution):
         summary = reduce(jax.lax.stop_gradient(outs), jnp.ones(count, bool))
         return outs, jax.tree.map(lambda x: x[None], summary)
 
-    def block(self, n: int, width: int = 1) -> int:
-        return self.block_size or super().block(n, width)
+    def block(self, operator: FlatOperator, width: int = 1) -> int:
+        return self.block_size or default_block_size(operator, width)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(by_rows=False)
+
+
+def default_block_size(operator: FlatOperator, width: int, rows: int = 1) -> int:
+    """The number of vectors in a block on one of `rows` devices, each of which holds its
+    own rows of the vectors and of the operator."""
+    n = -(-operator.size // rows)
+    held = sum(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(operator)) // rows
+    entries = max(_MAX_BLOCK_ENTRIES, int(_BLOCK_SHARE * held))
+    return max(1, min(_MAX_BLOCK_SIZE, entries // n, _MAX_BASIS_ENTRIES // (n * width)))
 
 
 def equal_block_size(count: int, max_size: int) -> int:

@@ -30,7 +30,7 @@ def fold(
     summary of all results, made by `reduce` and `merge` as in `stream`; and what `keep`
     takes from each first result. Memory is that of one block of results, and of what is
     kept."""
-    size = equal_block_size(k, max(_MIN_BLOCK, execution.block(operator.size, width)))
+    size = equal_block_size(k, max(_MIN_BLOCK, execution.block(operator, width)))
     full = k - k % size
 
     def fold_block(indices):

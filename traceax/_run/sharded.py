@@ -30,7 +30,7 @@ from .._core.flat import FlatOperator
 from .._core.jax_interfaces import ClosedJaxpr, Jaxpr, mesh_of, Primitive
 from .._numerics.dense import factorising
 from .devices import devices
-from .execution import AbstractExecution, Local
+from .execution import AbstractExecution, default_block_size, Local
 
 
 def _with_auto_axes(mesh: Mesh) -> Mesh:
@@ -176,7 +176,7 @@ class Sharded(AbstractExecution):
     ) -> tuple[PyTree[Shaped[Array, "m ..."]], PyTree[Shaped[Array, "d ..."]]]:
         _check_no_explicit_axes(operator)
         count, devices = jax.tree.leaves(xs)[0].shape[0], self.num_shares
-        local, xs = Local(self._block(operator.size, width)), self._gather(xs)
+        local, xs = Local(self._block(operator, width)), self._gather(xs)
         unsplit = operator
         if self.rows is not None:
             split_matvec = _RowSplitMatvec(operator.fn, mesh=self.mesh, axis=self.rows)
@@ -275,17 +275,17 @@ class Sharded(AbstractExecution):
     ) -> PyTree[Shaped[Array, "m ..."]]:
         return self._gather(super().map(fn, operator, xs, width))
 
-    def block(self, n: int, width: int = 1) -> int:
-        return self.num_shares * self._block(n, width)
+    def block(self, operator: FlatOperator, width: int = 1) -> int:
+        return self.num_shares * self._block(operator, width)
 
     @property
     def num_shares(self) -> int:
         return self.mesh.shape[self.axis]
 
-    def _block(self, n: int, width: int) -> int:
+    def _block(self, operator: FlatOperator, width: int) -> int:
         """The block size of one device, which holds its own rows of each vector only."""
         rows = 1 if self.rows is None else self.mesh.shape[self.rows]
-        return Local(self.block_size).block(-(-n // rows), width)
+        return self.block_size or default_block_size(operator, width, rows)
 
     def factorising(self) -> contextlib.AbstractContextManager[None]:
         return factorising(by_rows=self.rows is not None)
