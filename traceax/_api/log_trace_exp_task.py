@@ -35,8 +35,8 @@ from .._operators.door import Facts
 from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget, in_sweeps
 from .._run.execution import AbstractExecution, Local
-from .._run.fold import sum_over_rounds
 from .._run.gradient import attach, attach_derivative, FirstOrderFrame
+from .._run.loop import sum_over_rounds
 from .._run.solve import AbstractTask
 from .._run.steps import (
     AdaptiveSteps,

@@ -15,7 +15,8 @@ from .._core.quantity import AbstractQuantity
 from .._core.sampler import draw_for
 from .._numerics.reading import Reading
 from .._run.budget import Budget, default_max_k, one_round
-from .._run.forecast import forecast_of_residual
+from .._run.fold import zeros_like_shapes
+from .._run.forecast import LastTest
 from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
@@ -138,10 +139,10 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
     def residual(
         self, state: PyTree[Array], rounds: Int[Array, ""], k: Budget
-    ) -> Real[Array, ""] | None:
-        """A cheap number that falls with the error, from which rounds are forecast that
-        need no `assess`, or `None`: then each round has one. An estimator whose `assess`
-        takes long beside its products overrides this.
+    ) -> Real[Array, ""]:
+        """A cheap number that falls with the error of a sample, from which rounds are
+        forecast that cannot meet the tolerance. These are not assessed. Override this
+        where `assess` takes long beside the matvecs of a round.
 
         **Arguments:**
 
@@ -150,9 +151,10 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         **Returns:**
 
-        The norm of what the newest round adds, up to a constant factor.
+        The size of what the newest round adds to the basis, up to a constant factor. By
+        default zero, for which every round is assessed.
         """
-        return None
+        return jnp.zeros(())
 
     def in_rounds(
         self,
@@ -172,31 +174,41 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         # Jitted, so that it is traced once for the loop and the answer after it.
         @eqx.filter_jit
-        def assess(state, rounds, k):
+        def assess(state, rounds, k, tested):
             sketch = self.assess(state, rounds, flat.eps, k)
             reading = self._read(quantity, sketch, flat.size)
             value = sign * sketch.scale * reading.moments.mean
             value, std_err = quantity.present(value, sketch.scale * reading.std_err)
             count = reading.moments.count
-            assessment = Assessment.of(k.rule, value, std_err, count)
+            assessment = Assessment.of(k.rule, value, std_err, count, tested)
             return without(sketch, "expansion"), reading, assessment
 
         # The loop does not carry the frame, which only derivatives need and which is
         # about as large as the buffers, or the correlation, which is for the answer. They
         # are made after the loop.
-        def assess_for_loop(state, rounds):
-            sketch, reading, assessment = assess(state, rounds, k)
+        def assess_for_loop(state, rounds, tested):
+            sketch, reading, assessment = assess(state, rounds, k, tested)
             small = without(sketch, "frame"), without(reading, "correlation")
             return eqx.filter(small, eqx.is_array), assessment
 
-        def step(buffers, rounds, _):
-            state, result = buffers
+        def step(buffers, rounds):
+            state, result, assessment, last = buffers
             probes = draw_for(flat, self.sampler, key, rounds * size + jnp.arange(size))
-            return self.grow(matmat, probes, state, rounds, flat.eps, k), result
-
-        def assess_buffers(buffers, rounds):
-            result, assessment = assess_for_loop(buffers[0], rounds)
-            return (buffers[0], result), assessment
+            state = self.grow(matmat, probes, state, rounds, flat.eps, k)
+            rounds = rounds + 1
+            residual = self.residual(state, rounds, k).astype(last.residual.dtype)
+            is_due = last.is_next_due(k.rule, residual, rounds)
+            tested = is_due | (rounds == k.num_rounds)
+            result, assessment = jax.lax.cond(
+                tested | k.is_watched,
+                lambda: assess_for_loop(state, rounds, tested),
+                lambda: (result, assessment),
+            )
+            # Not of a test that only the end of the budget asks for: a run that resumes
+            # this one ends where a single run would end.
+            new = LastTest(assessment, residual, rounds)
+            last = jax.tree.map(ft.partial(jnp.where, is_due), new, last)
+            return state, result, assessment, last
 
         # Before the first round nothing is good enough: error bars are infinite.
         def blank(x):
@@ -204,21 +216,18 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             return jnp.full(x.shape, jnp.inf if inexact else 0, x.dtype)
 
         state = self.start(flat.size, flat.dtype, k)
-        shapes = jax.eval_shape(assess_for_loop, state, jnp.zeros((), jnp.int32))
-        empty = state, jax.tree.map(blank, shapes[0])
-
-        def residual(buffers, rounds):
-            return self.residual(buffers[0], rounds, k)
-
-        has_residual = (
-            jax.eval_shape(residual, empty, jnp.ones((), jnp.int32)) is not None
+        zero = jnp.zeros((), jnp.int32)
+        shapes = jax.eval_shape(assess_for_loop, state, zero, zero > 0)
+        result, assessment = jax.tree.map(blank, shapes)
+        last = LastTest(
+            zeros_like_shapes(shapes[1]), jnp.zeros_like(assessment.std_err), zero
         )
-        forecast = forecast_of_residual(residual) if has_residual else None
-        loop = iterate(k, step, assess_buffers, empty, forecast=forecast)
-        state, (small, reading) = loop.state.buffers
+        empty = state, result, assessment, last
+        loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
+        state, (small, reading), _, _ = loop.state.buffers
         # Only these two are taken from this: XLA removes the rest of the computation.
-        sketch, last, _ = assess(state, loop.rounds, k)
-        reading = dataclasses.replace(reading, correlation=last.correlation)
+        sketch, at_end, _ = assess(state, loop.rounds, k, True)
+        reading = dataclasses.replace(reading, correlation=at_end.correlation)
         return eqx.combine(small, sketch), reading, loop
 
 

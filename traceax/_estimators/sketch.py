@@ -28,9 +28,8 @@ from .._numerics.expansion import AbstractExpansion
 from .._numerics.reading import join_readings, noise_gain, read, Reading
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
-from .._run.fold import sum_over_rounds
 from .._run.gradient import attach, attach_derivative, column_reader, Frame
-from .._run.loop import LoopResult
+from .._run.loop import LoopResult, sum_over_rounds
 from .base import AbstractEstimator, refusal
 from .streaming import is_skewed
 

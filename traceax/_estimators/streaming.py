@@ -169,7 +169,6 @@ class AbstractStreamingEstimator(AbstractEstimator):
             execution=execution,
             keep=None if all_kept else quantity.scalars,
             quantity=quantity,
-            leaps=True,
         )
         (moments,) = streamed.summary
         extra = streamed.loop.extra | moments.statistics(scalar=scalar)

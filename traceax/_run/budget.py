@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import equinox as eqx
+import equinox.internal as eqxi
 from jaxtyping import Array, Int, PyTree
 
 from .adaptive import Adaptive
@@ -62,6 +63,13 @@ class Budget(eqx.Module):
     def num_rounds(self) -> int:
         """The largest number of rounds."""
         return max(1, self.max_k // self.round_size)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether history, callback or progress meter are told of every round."""
+        rule = self.rule
+        silent = isinstance(rule.progress, eqxi.NoProgressMeter)
+        return rule.history or rule.callback is not None or not silent
 
     @property
     def min_streak(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree
 
 from .._core.flat import FlatOperator
 from .execution import AbstractExecution, equal_block_size
@@ -74,36 +74,3 @@ def prepend(summary: PyTree[Array], summaries: PyTree[Array]) -> PyTree[Array]:
 def zeros_like_shapes(shapes: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
     """Arrays of zeros. A summary of zeros is the summary of no samples."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def sum_over_rounds(
-    fn: Callable[[FlatOperator, PyTree], Array],
-    operator: FlatOperator,
-    xs: PyTree[Shaped[Array, "r b ..."]],
-    rounds: Int[Array, ""] | int,
-    like: Inexact[Array, "*q"],
-    execution: AbstractExecution,
-    width: int = 1,
-) -> Inexact[Array, "*q"]:
-    """The sum of `fn(operator, x)` over all x of the first `rounds` of r rounds, an array
-    of the shape and dtype of `like`.
-
-    A `while_loop` has no reverse mode, so the derivative of an adaptive estimate is taken
-    of this sum: a scan over all r rounds. It costs no matvec beyond the first
-    `rounds`."""
-    num_rounds = jax.tree.leaves(xs)[0].shape[0]
-
-    # Without the checkpoint reverse mode would keep the intermediate results of all
-    # rounds.
-    @jax.checkpoint
-    def add_round(total, indexed_round):
-        index, x = indexed_round
-
-        def add(total):
-            terms = execution.map(fn, operator, x, width)
-            return total + jnp.sum(terms, axis=0, dtype=total.dtype)
-
-        return jax.lax.cond(index < rounds, add, lambda total: total, total), None
-
-    indexed_rounds = (jnp.arange(num_rounds), xs)
-    return jax.lax.scan(add_round, jnp.zeros_like(like), indexed_rounds)[0]

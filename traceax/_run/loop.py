@@ -9,40 +9,40 @@ with q the quantile of Student's t (`excess` in the code). A test after every ro
 a little early more often than late, so small rounds must pass several times in a row
 (`streak`). Where samples are independent, s falls as one over the root of the number of
 samples: after N units of the budget a run needs N e^2 in all, N (e^2 - 1) more
-(`missing`).
-
-Not every round needs a test: see `forecast.py`.
+(`missing`). An estimator may leave out tests that are costly: see `forecast.py`.
 
 The loop is outside of the execution, so on a mesh of devices every device decides from
 the same numbers.
 """
 
-import dataclasses
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
+from .._core.flat import FlatOperator
 from .._core.results import failure, first_failure, RESULTS
 from .adaptive import Adaptive
 from .budget import Budget
 from .callback import report
+from .execution import AbstractExecution
 from .fold import zeros_like_shapes
-from .forecast import Forecast
 
 
 class Assessment(eqx.Module):
     """The numbers that decide whether the loop continues: the estimate and its standard
-    error, both in the norm of the budget, and the number of samples behind them."""
+    error, both in the norm of the budget, and the number of samples behind them.
+
+    `tested` is whether the tolerance is tested. Other rounds are assessed for history,
+    progress and callback only, which must not change where a run ends."""
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
     count: Real[Array, ""]
+    tested: Bool[Array, ""]
 
     @classmethod
     def of(
@@ -51,25 +51,26 @@ class Assessment(eqx.Module):
         value: PyTree[Array],
         std_err: PyTree[Array],
         count: Real[Array, ""],
+        tested: Bool[Array, ""] | bool = True,
     ) -> "Assessment":
         """The assessment of a value in the form that users see."""
         value, std_err = rule.worst(value, std_err)
-        return cls(value=value, std_err=std_err, count=count)
+        return cls(value, std_err, count, jnp.asarray(tested))
 
     def excess(self, rule: Adaptive) -> Real[Array, ""]:
         """e, the half-width of the confidence interval over the tolerance."""
         return rule.excess(self.value, self.std_err, self.count)
 
     def meets(self, rule: Adaptive) -> Bool[Array, ""]:
-        """Whether the estimate is good enough, from enough samples."""
-        return rule.satisfied(self.value, self.std_err, self.count)
+        """Whether the estimate is tested and good enough, from enough samples."""
+        return self.tested & rule.satisfied(self.value, self.std_err, self.count)
 
 
 class LoopState(eqx.Module):
     """The state from which a later call resumes the loop.
 
     - `rounds`: the number of rounds so far.
-    - `streak`: the number of tests in a row, up to the last one, that met the criteria.
+    - `streak`: the number of rounds in a row, up to the last one, that met the criteria.
     - `buffers`: the buffers that the rounds have filled.
     - `assessment`: the assessment after the last round.
     - `looseness`: the criteria. Smaller entries mean stricter criteria.
@@ -94,204 +95,56 @@ class LoopResult(eqx.Module):
     extra: dict[str, Array] = eqx.field(default_factory=dict)
 
 
-class _Verdict(eqx.Module):
-    """What the last test has decided.
-
-    - `rounds`, `count`: the numbers of rounds and of samples at that test.
-    - `streak`: the number of tests in a row, up to this one, that met the criteria.
-    - `ended`: whether no more rounds are wanted.
-    - `unit`: for the forecast; 0 asks for a test after the next round.
-    """
-
-    rounds: Int[Array, ""]
-    count: Real[Array, ""]
-    streak: Int[Array, ""]
-    ended: Bool[Array, ""]
-    unit: Real[Array, ""]
-
-
-class _Run(eqx.Module):
-    """The state of the loop. `assessment` is of the last round that was assessed."""
-
-    rounds: Int[Array, ""]
-    buffers: PyTree[Array]
-    assessment: Assessment
-    verdict: _Verdict
-    history: Real[Array, "r 3"]
-    meter: PyTree
-    interrupted: Bool[Array, ""]
-
-
 def iterate(
     budget: Budget,
-    step: Callable[[PyTree[Array], Int[Array, ""], int], PyTree[Array]],
-    assess: Callable[[PyTree[Array], Int[Array, ""]], tuple[PyTree[Array], Assessment]],
+    step: Callable[[PyTree[Array], Int[Array, ""]], PyTree[Array]],
+    assess: Callable[[PyTree[Array], Int[Array, ""]], Assessment],
     empty: PyTree[Array],
     *,
-    forecast: Forecast | None = None,
     independent: bool = False,
-    leap: int = 1,
 ) -> LoopResult:
-    """Make rounds until the estimate is good enough in `min_streak` tests in a row. There
-    are at most `num_rounds` rounds, including those of the earlier run that this one
-    resumes.
+    """Repeat `buffers = step(buffers, rounds)` until `assess(buffers, rounds)` is good
+    enough, `min_streak` times in a row. There are at most `num_rounds` rounds, including
+    those of the earlier run that this one resumes.
 
-    `step(buffers, rounds, r)` returns the buffers with r more rounds; r is 1, or `leap`
-    where no test is due before. `assess(buffers, rounds)` returns the buffers and their
-    assessment. Without a `forecast` every round is tested. If the samples are
-    `independent`, the loop also ends as soon as the exact answer costs less than the
-    samples that are missing.
+    If the samples are `independent`, the loop also ends as soon as the exact answer costs
+    less than the samples that are missing.
     """
-    rule = budget.rule
-    rounds = _Rounds(budget, step, assess, forecast, independent, leap)
-    run = jax.lax.while_loop(
-        lambda run: (
-            (run.rounds < budget.num_rounds) & ~run.verdict.ended & ~run.interrupted
-        ),
-        rounds.make,
-        rounds.start(empty),
-    )
-    rule.progress.close(run.meter)
-    assessment = run.assessment
-    missed = ~assessment.meets(rule) & jnp.isfinite(assessment.value)
-    return LoopResult(
-        rounds=run.rounds,
-        # The exception of a callback is the reason why the tolerance was missed.
-        result=first_failure(
-            failure(run.interrupted, RESULTS.interrupted),
-            failure(missed, RESULTS.max_matvecs_reached),
-        ),
-        state=LoopState(
-            rounds=run.rounds,
-            streak=run.verdict.streak,
-            buffers=run.buffers,
-            assessment=assessment,
-            looseness=_looseness(rule),
-            round_size=budget.round_size,
-            norm=rule.norm,
-        ),
-        extra={"history": run.history} if rule.history else {},
-    )
+    num_rounds, rule = budget.num_rounds, budget.rule
+    looseness = _looseness(rule)
 
+    if budget.state is None:
+        rounds = streak = jnp.zeros((), jnp.int32)
+        buffers = empty
+        assessment = zeros_like_shapes(jax.eval_shape(assess, empty, rounds))
+    else:
+        rounds, buffers, assessment = _resume(budget, empty)
+        # The tolerance may have changed. Only the last assessment is stored, so earlier
+        # rounds count if the criteria are no stricter than they were.
+        no_stricter = jnp.all(looseness >= budget.state.looseness)
+        streak = jnp.where(no_stricter, jnp.maximum(budget.state.streak, 1), 1)
+        streak = jnp.where(assessment.meets(rule), streak, 0)
+    dtype = assessment.std_err.dtype
+    # Rows of rounds that are not made stay infinite.
+    history = jnp.full((num_rounds if rule.history else 0, 3), jnp.inf, dtype)
 
-@dataclasses.dataclass(frozen=True)
-class _Rounds:
-    """What the loop does in rounds and at tests. The fields are the arguments of
-    `iterate`."""
-
-    budget: Budget
-    step: Callable[[PyTree[Array], Int[Array, ""], int], PyTree[Array]]
-    assess: Callable[[PyTree[Array], Int[Array, ""]], tuple[PyTree[Array], Assessment]]
-    forecast: Forecast | None
-    independent: bool
-    leap: int
-
-    @property
-    def watched(self) -> bool:
-        """Whether history, callback or progress meter are told of every round, so that
-        every round is assessed. The run still ends where it would end unwatched."""
-        rule = self.budget.rule
-        silent = isinstance(rule.progress, eqxi.NoProgressMeter)
-        return rule.history or rule.callback is not None or not silent
-
-    def start(self, empty: PyTree[Array]) -> _Run:
-        """The loop before its first round, or where the earlier run has ended."""
-        budget, rule = self.budget, self.budget.rule
-        if budget.state is None:
-            rounds = streak = jnp.zeros((), jnp.int32)
-            buffers = empty
-            shapes = jax.eval_shape(self.assess, empty, rounds)[1]
-            assessment = zeros_like_shapes(shapes)
-        else:
-            rounds, buffers, assessment = _resume(budget, empty)
-            # The tolerance may have changed. Only the last assessment is stored, so
-            # earlier rounds count if the criteria are no stricter than they were.
-            no_stricter = jnp.all(_looseness(rule) >= budget.state.looseness)
-            streak = jnp.where(no_stricter, jnp.maximum(budget.state.streak, 1), 1)
-            streak = jnp.where(assessment.meets(rule), streak, 0)
-        # Rows of rounds that are not made stay infinite.
-        shape = (budget.num_rounds if rule.history else 0, 3)
-        return _Run(
-            rounds=rounds,
-            buffers=buffers,
-            assessment=assessment,
-            verdict=self.test(rounds, buffers, assessment, streak),
-            history=jnp.full(shape, jnp.inf, assessment.std_err.dtype),
-            meter=rule.progress.init(),
-            interrupted=jnp.zeros((), bool),
-        )
-
-    def test(
-        self,
-        rounds: Int[Array, ""],
-        buffers: PyTree[Array],
-        assessment: Assessment,
-        streak: Int[Array, ""],
-    ) -> _Verdict:
-        """The decisions that follow from an assessment."""
-        budget = self.budget
+    def unfinished(carry):
+        rounds, streak, _, assessment, _, _, interrupted = carry
         # More samples do not repair NaN. Before the first round the value is not known.
-        ended = ~jnp.isfinite(assessment.value) & (assessment.count > 0)
-        ended |= streak >= budget.min_streak
-        excess = assessment.excess(budget.rule)
-        # With fewer samples than the rule asks for, the excess is not reliable.
-        enough = assessment.count >= budget.rule.min_samples
-        if self.independent and budget.exact_cost is not None:
-            missing = rounds * budget.round_size * (excess**2 - 1)
+        finite = jnp.isfinite(assessment.value) | (assessment.count == 0)
+        ended = streak >= budget.min_streak
+        if independent and budget.exact_cost is not None:
+            # With fewer samples than the rule asks for, the excess is not reliable.
+            enough = assessment.count >= rule.min_samples
+            missing = rounds * budget.round_size * (assessment.excess(rule) ** 2 - 1)
             ended |= enough & (missing > budget.exact_cost)
-        unit = jnp.zeros_like(assessment.std_err)
-        if self.forecast is not None:
-            unit = self.forecast.unit(excess, buffers, rounds)
-            unit = jnp.where(enough & (streak == 0), unit, 0)
-        return _Verdict(rounds, assessment.count, streak, ended, unit)
+        return (rounds < num_rounds) & finite & ~ended & ~interrupted
 
-    def waits(
-        self, run: _Run, buffers: PyTree[Array], rounds: Int[Array, ""]
-    ) -> Bool[Array, ""]:
-        """Whether no test is due after so many rounds."""
-        if self.forecast is None:
-            return jnp.zeros((), bool)
-        early = rounds < self.budget.num_rounds
-        early &= rounds < self.forecast.growth * run.verdict.rounds
-        unit, count = run.verdict.unit, run.verdict.count
-        return early & self.forecast.exceeds(unit, count, buffers, rounds)
-
-    def advance(self, run: _Run) -> tuple[PyTree[Array], Int[Array, ""]]:
-        """Buffers and number of rounds when a test is due, after one more round or
-        several."""
-        # Tests of independent samples cost nothing, so a loop of single rounds would not
-        # help, and on a mesh it would gather their samples.
-        single = self.independent and self.leap == 1
-        if self.watched or self.forecast is None or single:
-            return self.step(run.buffers, run.rounds, 1), run.rounds + 1
-
-        def unfinished(carry):
-            buffers, rounds = carry
-            return (rounds == run.rounds) | self.waits(run, buffers, rounds)
-
-        def make_one(buffers, rounds):
-            return self.step(buffers, rounds, 1), rounds + 1
-
-        def make_several(buffers, rounds):
-            return self.step(buffers, rounds, self.leap), rounds + self.leap
-
-        def body(carry):
-            if self.leap == 1:
-                return make_one(*carry)
-            buffers, rounds = carry
-            fits = self.waits(run, buffers, rounds + self.leap - 1)
-            # Under `vmap` a condition that differs within the batch would make both.
-            every = eqxi.unvmap_all(fits | run.verdict.ended | ~unfinished(carry))
-            return jax.lax.cond(every, make_several, make_one, *carry)
-
-        return jax.lax.while_loop(unfinished, body, (run.buffers, run.rounds))
-
-    def make(self, run: _Run) -> _Run:
-        """Make rounds, and assess and report them."""
-        budget, rule = self.budget, self.budget.rule
-        buffers, rounds = self.advance(run)
-        is_due = ~self.waits(run, buffers, rounds)
-        buffers, assessment = self.assess(buffers, rounds)
+    def make_round(carry):
+        rounds, streak, buffers, _, history, meter, _ = carry
+        buffers = step(buffers, rounds)
+        rounds = rounds + 1
+        assessment = assess(buffers, rounds)
         spent = rounds * budget.round_size * budget.cost
         if budget.spent is not None:
             spent = spent + budget.spent
@@ -299,28 +152,43 @@ class _Rounds:
         rounds, interrupted = report(
             budget, rounds, spent=spent, value=value, std_err=std_err
         )
-        history = run.history
         if rule.history:
             # The norm of a value is real; a complex trace loses its imaginary part here.
-            row = jnp.stack([spent.astype(history.dtype), value.real, std_err])
+            row = jnp.stack([spent.astype(dtype), value.real, std_err])
             history = history.at[rounds - 1].set(row)
         # The run is through when the tolerance is met, by `min_samples` samples or more,
         # or when the budget is spent. The samples so far are 1 / e^2 of those needed.
         done = 1 / assessment.excess(rule) ** 2
         done = jnp.minimum(done, assessment.count / rule.min_samples)
-        done = jnp.clip(done, rounds / budget.num_rounds, 1).astype(float)
-        verdict = run.verdict
-        streak = jnp.where(assessment.meets(rule), verdict.streak + 1, 0)
-        tested = self.test(rounds, buffers, assessment, streak)
-        return _Run(
+        done = jnp.clip(done, rounds / num_rounds, 1).astype(float)
+        meter = rule.progress.step(meter, done)
+        streak = jnp.where(assessment.meets(rule), streak + 1, 0)
+        return rounds, streak, buffers, assessment, history, meter, interrupted
+
+    meter, interrupted = rule.progress.init(), jnp.zeros((), bool)
+    carry = (rounds, streak, buffers, assessment, history, meter, interrupted)
+    carry = jax.lax.while_loop(unfinished, make_round, carry)
+    rounds, streak, buffers, assessment, history, meter, interrupted = carry
+    rule.progress.close(meter)
+    missed = ~assessment.meets(rule) & jnp.isfinite(assessment.value)
+    return LoopResult(
+        rounds=rounds,
+        # The exception of a callback is the reason why the tolerance was missed.
+        result=first_failure(
+            failure(interrupted, RESULTS.interrupted),
+            failure(missed, RESULTS.max_matvecs_reached),
+        ),
+        state=LoopState(
             rounds=rounds,
+            streak=streak,
             buffers=buffers,
             assessment=assessment,
-            verdict=jax.tree.map(ft.partial(jnp.where, is_due), tested, verdict),
-            history=history,
-            meter=rule.progress.step(run.meter, done),
-            interrupted=interrupted,
-        )
+            looseness=looseness,
+            round_size=budget.round_size,
+            norm=rule.norm,
+        ),
+        extra={"history": history} if rule.history else {},
+    )
 
 
 def _looseness(rule: Adaptive) -> Real[Array, "4"]:
@@ -377,3 +245,36 @@ def _summary(arrays: Sequence[Array]) -> str:
     """The number and the dtypes of arrays, for a message."""
     dtypes = sorted({str(x.dtype) for x in arrays})
     return f"{len(arrays)} arrays of {', '.join(dtypes)}"
+
+
+def sum_over_rounds(
+    fn: Callable[[FlatOperator, PyTree], Array],
+    operator: FlatOperator,
+    xs: PyTree[Shaped[Array, "r b ..."]],
+    rounds: Int[Array, ""] | int,
+    like: Inexact[Array, "*q"],
+    execution: AbstractExecution,
+    width: int = 1,
+) -> Inexact[Array, "*q"]:
+    """The sum of `fn(operator, x)` over all x of the first `rounds` of r rounds, an array
+    of the shape and dtype of `like`.
+
+    A `while_loop` has no reverse mode, so the derivative of an adaptive estimate is taken
+    of this sum: a scan over all r rounds. It costs no matvec beyond the first
+    `rounds`."""
+    num_rounds = jax.tree.leaves(xs)[0].shape[0]
+
+    # Without the checkpoint reverse mode would keep the intermediate results of all
+    # rounds.
+    @jax.checkpoint
+    def add_round(total, indexed_round):
+        index, x = indexed_round
+
+        def add(total):
+            terms = execution.map(fn, operator, x, width)
+            return total + jnp.sum(terms, axis=0, dtype=total.dtype)
+
+        return jax.lax.cond(index < rounds, add, lambda total: total, total), None
+
+    indexed_rounds = (jnp.arange(num_rounds), xs)
+    return jax.lax.scan(add_round, jnp.zeros_like(like), indexed_rounds)[0]

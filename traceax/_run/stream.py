@@ -10,7 +10,6 @@ the backward pass. The function `mean` has the derivative of t instead, from the
 which stay on their devices. See "Architecture" in the developer documentation.
 """
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -23,15 +22,8 @@ from .._core.flat import FlatOperator
 from .._core.quantity import AbstractQuantity, Trace
 from .budget import Budget
 from .execution import AbstractExecution
-from .fold import fold, prepend, sum_over_rounds, zeros_like_shapes
-from .forecast import INDEPENDENT
-from .loop import Assessment, iterate, LoopResult
-
-
-# How many rounds are made at once where no test is due before: 64 products, in rounds of
-# the default size, take about half the time that they take in four rounds (dense, n =
-# 4000). Another size besides would take longer to compile.
-_LEAP = 4
+from .fold import fold, prepend, zeros_like_shapes
+from .loop import Assessment, iterate, LoopResult, sum_over_rounds
 
 
 class Streamed(eqx.Module):
@@ -70,7 +62,6 @@ def stream(
     keep: Callable[[Array], Array | None] | None = None,
     quantity: AbstractQuantity = Trace(),
     moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None = None,
-    leaps: bool = False,
 ) -> Streamed:
     """Draw independent samples for the whole budget. `fn(operator, i)` returns sample i
     and further results that belong to it.
@@ -83,8 +74,7 @@ def stream(
     presents to users with its tolerance. Arrays that `fn` closes over must be constant to
     derivatives, unless `frozen_fn` is the same function in which they are. Where samples
     do not add up, `moments_of(samples, others, valid)` takes the place of the moments in
-    the summary: it makes them from all samples so far. With `leaps`, an adaptive budget
-    makes several rounds at once where they fit into a block and need no test.
+    the summary: it makes them from all samples so far.
     """
     if isinstance(k, Budget):
         return _stream_rounds(
@@ -99,7 +89,6 @@ def stream(
             keep=keep,
             quantity=quantity,
             moments_of=moments_of,
-            leaps=leaps,
         )
     if keep is not None:
         total, summary, samples = fold(
@@ -145,7 +134,6 @@ def _stream_rounds(
     keep: Callable[[Array], Array | None] | None,
     quantity: AbstractQuantity,
     moments_of: Callable[[Array, PyTree, Bool[Array, " m"]], Any] | None,
-    leaps: bool,
 ) -> Streamed:
     """`stream` for an adaptive budget."""
     size, num_rounds = k.round_size, k.num_rounds
@@ -154,14 +142,14 @@ def _stream_rounds(
     frozen = operator.frozen
 
     # Jitted so that it is traced once, for the shapes of the buffers and for the loop.
-    @ft.partial(jax.jit, static_argnames="r")
-    def make_rounds(rounds, r):
-        indices = rounds * size + jnp.arange(r * size)
+    @jax.jit
+    def sample_round(rounds):
+        indices = rounds * size + jnp.arange(size)
         outs, parts = execution.map_reduce(frozen_fn, reduce, frozen, indices, width)
         return outs if keep is None else (jax.vmap(keep)(outs[0]), ()), parts
 
-    def step(buffers, rounds, r):
-        outs, parts = make_rounds(rounds, r)
+    def step(buffers, rounds):
+        outs, parts = sample_round(rounds)
         results, summary = buffers
         results = jax.tree.map(
             lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(
@@ -173,7 +161,7 @@ def _stream_rounds(
         return results, merge(prepend(summary, parts))
 
     # Infinite and not NaN, at which `jax_debug_nans` would stop.
-    outs, parts = jax.eval_shape(ft.partial(make_rounds, r=1), jnp.zeros((), jnp.int32))
+    outs, parts = jax.eval_shape(sample_round, jnp.zeros((), jnp.int32))
     empty_results = jax.tree.map(
         lambda x: jnp.full((num_rounds * size, *x.shape[1:]), _unmade(x.dtype), x.dtype),
         outs,
@@ -189,17 +177,9 @@ def _stream_rounds(
             samples, others = buffers[0]
             moments = moments_of(samples, others, indices < rounds * size)
         value, std_err = quantity.present(moments.mean, moments.std_err())
-        return buffers, Assessment.of(k.rule, value, std_err, moments.count)
+        return Assessment.of(k.rule, value, std_err, moments.count)
 
-    loop = iterate(
-        k,
-        step,
-        assess,
-        (empty_results, empty_summary),
-        forecast=INDEPENDENT if leaps else None,
-        independent=True,
-        leap=_leap(k, operator.size, execution, width) if leaps else 1,
-    )
+    loop = iterate(k, step, assess, (empty_results, empty_summary), independent=True)
     (samples, others), summary = loop.state.buffers
     count = loop.rounds * size
 
@@ -228,14 +208,6 @@ def _stream_rounds(
         return total / jnp.maximum(count, 1).astype(total.dtype)
 
     return Streamed(samples, others, summary, mean, count, loop)
-
-
-def _leap(k: Budget, n: int, execution: AbstractExecution, width: int) -> int:
-    """How many rounds are made at once where no test is due before. Tests do not depend
-    on this, so the answer does not depend on the execution."""
-    # On a mesh the samples of both branches of a condition would be gathered.
-    fits = execution.block(n, width) >= _LEAP * k.round_size and k.num_rounds > _LEAP
-    return _LEAP if fits and execution.num_shares == 1 else 1
 
 
 def _unmade(dtype: jnp.dtype) -> float:
