@@ -1,26 +1,31 @@
-"""Rounds without a test, and rounds that are made at once, change no answer."""
+"""Rounds without a test change no answer, and where a run ends does not depend on who
+watches it."""
 
 import jax
+import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
+from traceax._run.budget import Budget
+from traceax._run.forecast import LastTest
+from traceax._run.loop import Assessment
 
 from ..helpers import hermitian, PSD
-from .adaptive import HUTCHINSON, KEY, name, XNYS, XTRACE
+from .adaptive import KEY, name, XNYS, XTRACE
 
 
 N = 200
-MATRIX = jax.numpy.asarray(hermitian(3, np.arange(1, N + 1) ** -0.5))
-EVERY = pytest.mark.parametrize("estimator", [HUTCHINSON, XTRACE, XNYS], ids=name)
+MATRIX = jnp.asarray(hermitian(3, np.arange(1, N + 1) ** -0.5))
+RTOLS = np.array([0.1, 0.01, 1e-9])
+SKETCHES = pytest.mark.parametrize("estimator", [XTRACE, XNYS], ids=name)
 
 
-def trace(estimator, rtol, *, max_k=160, key=KEY, state=None, block=None, **settings):
+def trace(estimator, rtol, *, max_k=160, state=None, **settings):
     operator = lx.MatrixLinearOperator(MATRIX, PSD)
     k = tx.Adaptive(rtol=rtol, max_k=max_k, round_size=8, **settings)
-    call = {"key": key, "state": state, "execution": tx.Local(block_size=block)}
-    return tx.trace(operator, estimator, k=k, throw=False, **call)
+    return tx.trace(operator, estimator, k=k, key=KEY, state=state, throw=False)
 
 
 def same(one, other):
@@ -29,37 +34,53 @@ def same(one, other):
     np.testing.assert_allclose(one.std_err, other.std_err, rtol=1e-8)
 
 
-@pytest.mark.slow(but="Hutchinson")
-@EVERY
-def test_watched_runs_end_where_others_do(estimator):
-    """The history has every round. The run may miss the first good one by a little."""
-    for rtol in (0.1, 0.03, 1e-9):
-        alone = trace(estimator, rtol)
-        watched = trace(estimator, rtol, history=True)
+@pytest.mark.slow(but="XNysTrace")
+@SKETCHES
+def test_history_changes_nothing(estimator):
+    """The history has every round, also those without a test."""
+    for rtol in RTOLS:
+        alone, watched = trace(estimator, rtol), trace(estimator, rtol, history=True)
         same(alone, watched)
         made = int(np.sum(np.isfinite(watched.stats["history"][:, 0])))
         assert 8 * made == watched.stats["num_matvecs"]
 
 
-@pytest.mark.parametrize("block", [8, 32])
-def test_block_size(block):
-    """Blocks of 32 and more hold four rounds."""
-    for rtol in (0.03, 1e-9):
-        same(trace(HUTCHINSON, rtol), trace(HUTCHINSON, rtol, block=block))
-
-
-@pytest.mark.slow(but="Hutchinson")
-@EVERY
+@pytest.mark.slow(but="XNysTrace")
+@SKETCHES
 def test_batch(estimator):
-    rtols = np.array([0.1, 0.03, 1e-9])
-    batch = jax.vmap(lambda rtol: trace(estimator, rtol))(rtols)
-    for i, rtol in enumerate(rtols):
+    batch = jax.vmap(lambda rtol: trace(estimator, rtol))(RTOLS)
+    for i, rtol in enumerate(RTOLS):
         member = jax.tree.map(lambda x, i=i: x[i], batch)
         same(member, trace(estimator, rtol))
 
 
-@pytest.mark.slow(but="Hutchinson")
-@EVERY
+@pytest.mark.slow(but="XNysTrace")
+@SKETCHES
 def test_resumed(estimator):
-    first = trace(estimator, 1e-9, max_k=72)
-    same(trace(estimator, 1e-9, state=first.state), trace(estimator, 1e-9))
+    """The end of a budget asks for a test, but a run that resumes ignores it."""
+    for max_k in (48, 72):
+        first = trace(estimator, 1e-9, max_k=max_k)
+        for rtol in RTOLS[1:]:
+            same(trace(estimator, rtol, state=first.state), trace(estimator, rtol))
+
+
+@pytest.mark.parametrize(
+    ("std_err", "residual", "rounds", "is_due"),
+    [
+        (100.0, 0.5, 11, False),
+        (100.0, 0.5, 15, True),  # half as many rounds again
+        (100.0, 0.0, 11, True),  # nothing was added
+        (100.0, np.nan, 11, True),
+        (1.0, 0.5, 11, True),  # the forecast meets the tolerance
+        (1.0, 1.0, 11, False),
+        (0.1, 1.0, 11, True),  # the last test has met it
+        (np.inf, 0.5, 11, False),
+    ],
+)
+def test_which_rounds_are_tested(std_err, residual, rounds, is_due):
+    """After a test at 10 rounds with the residual 1 and the tolerance 1."""
+    rule = Budget.of(tx.Adaptive(atol=1.0)).rule
+    number = jnp.asarray
+    assessment = Assessment.of(rule, number(5.0), number(std_err), number(80.0))
+    last = LastTest(assessment, number(1.0), number(10))
+    assert last.is_next_due(rule, number(residual), number(rounds)) == is_due
