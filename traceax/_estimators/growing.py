@@ -21,7 +21,7 @@ from .._run.loop import Assessment, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
 
-# The largest budget where `max_k` is left out. Each round factorises matrices of
+# The largest budget where `max_k` is left out. Each test factorises matrices of
 # that many rows or half as many.
 _DEFAULT_MAX_K = 512
 

@@ -50,8 +50,7 @@ def newest_coupling(
 ) -> Real[Array, ""]:
     """The norm of K of the last of `rounds` blocks, where r has C and K of all of them:
     the part of the newest products outside the range of the earlier ones."""
-    # Of buffers that nothing has filled, the first block, which is zero.
-    at = jnp.maximum(rounds - 1, 0) * b
+    at = (rounds - 1) * b
     return two_norm(jax.lax.dynamic_slice(r, (at, at), (b, b)))
 
 

@@ -70,9 +70,10 @@ class Adaptive(eqx.Module):
     several entries, look at `std_err`. The loop is compiled once, whatever the data; the
     tolerances may be traced.
 
-    A test after every round stops a little early more often than late. The error bars are
-    cautious enough that intervals still cover the true value with the requested
-    confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
+    The test comes after each round, for XTrace and XNysTrace only after those that may
+    pass it by a forecast. Repeated tests stop a little early more often than late. The
+    error bars are cautious enough that intervals still cover the true value with the
+    requested confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
 
     !!! Example
 

@@ -5,8 +5,8 @@ After each round the estimate t has a standard error s from m samples. The rule 
 
     e = q(m - 1) s / max(atol, rtol |t|) <= 1,
 
-with q the quantile of Student's t (`excess` in the code). A test after every round passes
-a little early more often than late, so small rounds must pass several times in a row
+with q the quantile of Student's t (`excess` in the code). Repeated tests pass a little
+early more often than late, so small rounds must pass several times in a row
 (`streak`). Where samples are independent, s falls as one over the root of the number of
 samples: after N units of the budget a run needs N e^2 in all, N (e^2 - 1) more
 (`missing`). An estimator may leave out tests that are costly: see `forecast.py`.
