@@ -174,20 +174,20 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         # Jitted, so that it is traced once for the loop and the answer after it.
         @eqx.filter_jit
-        def assess(state, rounds, k, tested):
+        def assess(state, rounds, k):
             sketch = self.assess(state, rounds, flat.eps, k)
             reading = self._read(quantity, sketch, flat.size)
             value = sign * sketch.scale * reading.moments.mean
             value, std_err = quantity.present(value, sketch.scale * reading.std_err)
             count = reading.moments.count
-            assessment = Assessment.of(k.rule, value, std_err, count, tested)
+            assessment = Assessment.of(k.rule, value, std_err, count)
             return without(sketch, "expansion"), reading, assessment
 
         # The loop does not carry the frame, which only derivatives need and which is
         # about as large as the buffers, or the correlation, which is for the answer. They
         # are made after the loop.
-        def assess_for_loop(state, rounds, tested):
-            sketch, reading, assessment = assess(state, rounds, k, tested)
+        def assess_for_loop(state, rounds):
+            sketch, reading, assessment = assess(state, rounds, k)
             small = without(sketch, "frame"), without(reading, "correlation")
             return eqx.filter(small, eqx.is_array), assessment
 
@@ -201,11 +201,12 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
             tested = is_due | (rounds == k.num_rounds)
             result, assessment = jax.lax.cond(
                 tested | k.is_watched,
-                lambda: assess_for_loop(state, rounds, tested),
+                lambda: assess_for_loop(state, rounds),
                 lambda: (result, assessment),
             )
-            # Not of a test that only the end of the budget asks for: a run that resumes
-            # this one ends where a single run would end.
+            assessment = dataclasses.replace(assessment, tested=tested)
+            # Not a test that only the end of the budget asks for: a run that resumes this
+            # one ends where a single run would end.
             new = LastTest(assessment, residual, rounds)
             last = jax.tree.map(ft.partial(jnp.where, is_due), new, last)
             return state, result, assessment, last
@@ -217,7 +218,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         state = self.start(flat.size, flat.dtype, k)
         zero = jnp.zeros((), jnp.int32)
-        shapes = jax.eval_shape(assess_for_loop, state, zero, zero > 0)
+        shapes = jax.eval_shape(assess_for_loop, state, zero)
         result, assessment = jax.tree.map(blank, shapes)
         last = LastTest(
             zeros_like_shapes(shapes[1]), jnp.zeros_like(assessment.std_err), zero
@@ -226,7 +227,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         loop = iterate(k, step, lambda buffers, _: buffers[2], empty)
         state, (small, reading), _, _ = loop.state.buffers
         # Only these two are taken from this: XLA removes the rest of the computation.
-        sketch, at_end, _ = assess(state, loop.rounds, k, True)
+        sketch, at_end, _ = assess(state, loop.rounds, k)
         reading = dataclasses.replace(reading, correlation=at_end.correlation)
         return eqx.combine(small, sketch), reading, loop
 

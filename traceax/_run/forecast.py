@@ -36,8 +36,8 @@ class LastTest(eqx.Module):
     def is_next_due(
         self, rule: Adaptive, residual: Real[Array, ""], rounds: Int[Array, ""]
     ) -> Bool[Array, ""]:
-        """Whether to test the tolerance after so many rounds. A run that has met it is
-        tested after each round, and so is one with too few samples for an error bar."""
+        """Whether to test the tolerance after so many rounds. A run that has met it, or
+        has had too few samples for an error bar, is tested after each round."""
         last, dtype = self.assessment, self.residual.dtype
         shrinkage = residual * jnp.sqrt(self.rounds / rounds).astype(dtype)
         # Not a ratio of residuals, which may be zero. NaN asks for a test.

@@ -36,8 +36,9 @@ class Assessment(eqx.Module):
     """The numbers that decide whether the loop continues: the estimate and its standard
     error, both in the norm of the budget, and the number of samples behind them.
 
-    `tested` is whether the tolerance is tested. Other rounds are assessed for history,
-    progress and callback only, which must not change where a run ends."""
+    `tested` is whether the tolerance is tested. Without a test the other numbers are of
+    an earlier round, or for history, progress and callback only, which must not change
+    where a run ends."""
 
     value: Inexact[Array, ""]
     std_err: Real[Array, ""]
@@ -51,11 +52,10 @@ class Assessment(eqx.Module):
         value: PyTree[Array],
         std_err: PyTree[Array],
         count: Real[Array, ""],
-        tested: Bool[Array, ""] | bool = True,
     ) -> "Assessment":
         """The assessment of a value in the form that users see."""
         value, std_err = rule.worst(value, std_err)
-        return cls(value, std_err, count, jnp.asarray(tested))
+        return cls(value, std_err, count, tested=jnp.ones((), bool))
 
     def excess(self, rule: Adaptive) -> Real[Array, ""]:
         """e, the half-width of the confidence interval over the tolerance."""
