@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -17,13 +18,16 @@ from .._numerics.reading import Reading
 from .._run.budget import Budget, default_max_k, one_round
 from .._run.fold import zeros_like_shapes
 from .._run.forecast import LastTest
-from .._run.loop import Assessment, iterate, LoopResult
+from .._run.loop import Assessment, embed, iterate, LoopResult
 from .sketch import AbstractSketchEstimator, Sketch
 
 
 # The largest budget where `max_k` is left out. Each test factorises matrices of
 # that many rows or half as many.
 _DEFAULT_MAX_K = 512
+# The first rounds are assessed from matrices of the size of so many rounds. That takes a
+# second to compile, and a 1% trace of 1000 rows then takes a seventeenth of the time.
+_FIRST_ROUNDS = 8
 
 
 class AbstractGrowingEstimator(AbstractSketchEstimator):
@@ -40,7 +44,15 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         for estimator in (tx.XTraceEstimator(), tx.HutchPlusPlusEstimator()):
             print(isinstance(estimator, tx.AbstractGrowingEstimator))  # True
         ```
+
+    **Attributes:**
+
+    - `assess_is_cheap`: whether `assess` takes little time beside a round of cheap
+        matvecs, even for the largest budget. Where it is False, the default, the first
+        rounds get a compiled `assess` of their own, for a smaller budget.
     """
+
+    assess_is_cheap: ClassVar[bool] = False
 
     def num_probes(self, k: int) -> int:
         return self.probes_in_round(k)
@@ -128,7 +140,8 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         **Arguments:**
 
         - `state`: the buffers that `rounds` rounds have filled.
-        - `rounds`, `eps`, `k`: as in `grow`.
+        - `rounds`, `eps`, `k`: as in `grow`. `k` and the buffers may be those of the
+            first rounds of a larger budget.
 
         **Returns:**
 
@@ -155,6 +168,20 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         default zero, for which every round is assessed.
         """
         return jnp.zeros(())
+
+    def _first_rounds(self, k: Budget) -> Budget:
+        """The budget of the first rounds, or the whole one if it is not much larger."""
+        if self.assess_is_cheap or k.num_rounds < 2 * _FIRST_ROUNDS:
+            return k
+        return k.limited_to(_FIRST_ROUNDS * k.round_size)
+
+    def _first_buffers(
+        self, state: PyTree[Array], flat: FlatOperator, k: Budget
+    ) -> PyTree[Array]:
+        """What a smaller budget k has of the buffers."""
+        smaller = jax.eval_shape(ft.partial(self.start, flat.size, flat.dtype, k))
+        cut = lambda x, like: x[tuple(map(slice, like.shape))]  # noqa: E731
+        return jax.tree.map(cut, state, smaller)
 
     def in_rounds(
         self,
@@ -186,10 +213,24 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
         # The loop does not carry the frame, which only derivatives need and which is
         # about as large as the buffers, or the correlation, which is for the answer. They
         # are made after the loop.
-        def assess_for_loop(state, rounds):
+        def assess_budget(k, state, rounds):
             sketch, reading, assessment = assess(state, rounds, k)
             small = without(sketch, "frame"), without(reading, "correlation")
             return eqx.filter(small, eqx.is_array), assessment
+
+        first = self._first_rounds(k)
+
+        def assess_first(state, rounds):
+            state = self._first_buffers(state, flat, first)
+            result, assessment = assess_budget(first, state, rounds)
+            return embed(jax.tree.map(jnp.zeros_like, empty[1]), result), assessment
+
+        def assess_for_loop(state, rounds):
+            of_all = ft.partial(assess_budget, k)
+            if first is k:
+                return of_all(state, rounds)
+            is_first = rounds <= first.num_rounds
+            return jax.lax.cond(is_first, assess_first, of_all, state, rounds)
 
         def step(buffers, rounds):
             state, result, assessment, last = buffers
@@ -218,7 +259,7 @@ class AbstractGrowingEstimator(AbstractSketchEstimator):
 
         state = self.start(flat.size, flat.dtype, k)
         zero = jnp.zeros((), jnp.int32)
-        shapes = jax.eval_shape(assess_for_loop, state, zero)
+        shapes = jax.eval_shape(ft.partial(assess_budget, k), state, zero)
         result, assessment = jax.tree.map(blank, shapes)
         last = LastTest(
             zeros_like_shapes(shapes[1]), jnp.zeros_like(assessment.std_err), zero
