@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 from .._core.sampler import AbstractSampler, check_resphering
 from .._core.samplers import SphereSampler
 from .._numerics.dense import normalise, qr, svd
-from .._numerics.growth import newest_coupling, put
+from .._numerics.growth import newest_distance, put
 from .._numerics.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
@@ -125,7 +125,7 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
     def residual(
         self, state: "XNysTraceBuffers", rounds: Int[Array, ""], k: Budget
     ) -> Real[Array, ""]:
-        return newest_coupling(
+        return newest_distance(
             state.nystrom.r, rounds, self.probes_in_round(k.round_size)
         )
 
