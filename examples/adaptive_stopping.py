@@ -61,7 +61,7 @@ def exact_trace(p):
 # $$
 #
 # where $q$ is the quantile of Student's t. `max_k` bounds the budget and sets the size
-# of the buffers. XTrace and XNysTrace leave out tests that a forecast expects to fail.
+# of the buffers. XTrace and XNysTrace leave out more and more tests after 8 rounds.
 # `history=True` records every round, also those without a test.
 
 # %%

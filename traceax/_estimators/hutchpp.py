@@ -99,7 +99,6 @@ class HutchPlusPlusEstimator(AbstractGrowingEstimator):
     improved: bool | None = eqx.field(static=True, default=None)
     min_matvecs: ClassVar[int] = 3
     semidefinite: ClassVar[bool] = False
-    assess_is_cheap: ClassVar[bool] = True
 
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)

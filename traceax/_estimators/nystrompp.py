@@ -93,7 +93,6 @@ class NystromPlusPlusEstimator(AbstractGrowingEstimator):
     improved: bool | None = eqx.field(static=True, default=None)
     min_matvecs: ClassVar[int] = 2
     semidefinite: ClassVar[bool] = True
-    assess_is_cheap: ClassVar[bool] = True
 
     def __check_init__(self):
         check_resphering(self.sampler, self.improved)

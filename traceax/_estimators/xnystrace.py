@@ -18,12 +18,12 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Inexact, Int, Real
+from jaxtyping import Array, DTypeLike, Inexact, Int
 
 from .._core.sampler import AbstractSampler, check_resphering
 from .._core.samplers import SphereSampler
 from .._numerics.dense import normalise, qr, svd
-from .._numerics.growth import newest_distance, put
+from .._numerics.growth import put
 from .._numerics.leave_one_out import (
     leave_one_out,
     leave_one_out_frame,
@@ -121,13 +121,6 @@ class XNysTraceEstimator(AbstractGrowingEstimator):
         k: Budget,
     ) -> "XNysTraceBuffers":
         return state.grow(matmat, probes, rounds, eps)
-
-    def residual(
-        self, state: "XNysTraceBuffers", rounds: Int[Array, ""], k: Budget
-    ) -> Real[Array, ""]:
-        return newest_distance(
-            state.nystrom.r, rounds, self.probes_in_round(k.round_size)
-        )
 
     def assess(
         self,

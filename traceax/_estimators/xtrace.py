@@ -27,7 +27,7 @@ from jaxtyping import Array, DTypeLike, Inexact, Int, Real
 from .._core.sampler import AbstractSampler, check_resphering
 from .._core.samplers import SphereSampler
 from .._numerics.dense import diagonal
-from .._numerics.growth import border, extend, newest_distance, put, put_rows, rescale
+from .._numerics.growth import border, extend, put, put_rows, rescale
 from .._numerics.leave_one_out import (
     leave_one_out_frame,
     leave_one_out_of,
@@ -144,11 +144,6 @@ class XTraceEstimator(AbstractGrowingEstimator):
             norms=put_rows(small.norms[:, None], norms[:, None], rounds)[:, 0],
         )
         return XTraceBuffers(probes=all_probes, q=q, z=z, small=small, scale=scale)
-
-    def residual(
-        self, state: "XTraceBuffers", rounds: Int[Array, ""], k: Budget
-    ) -> Real[Array, ""]:
-        return newest_distance(state.small.r, rounds, self.probes_in_round(k.round_size))
 
     def assess(
         self,

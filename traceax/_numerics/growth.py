@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Inexact, Int, Real
 
-from .dense import diagonal, normalise, qr, rank_revealing_qr
+from .dense import normalise, qr, rank_revealing_qr
 
 
 def take(buffer: Inexact[Array, "n p"], i: Int[ArrayLike, ""], b: int) -> Array:
@@ -43,20 +43,6 @@ def put_rows(
     if buffer.shape == block.shape:
         return block
     return jax.lax.dynamic_update_slice_in_dim(buffer, block, i * block.shape[0], axis=0)
-
-
-def newest_distance(
-    r: Inexact[Array, "p m"], rounds: Int[Array, ""], b: int
-) -> Real[Array, ""]:
-    """The typical distance of a newest product from the range of all before it, where r
-    has C and K of all blocks, of which `rounds` are filled.
-
-    Of the last block only the second half counts: the first one may still have what the
-    basis lacked before this round, although the whole block completes it."""
-    at = (rounds - 1) * b
-    _, factor = qr(jax.lax.dynamic_slice(r, (at, at), (b, b)))
-    distances = jnp.abs(diagonal(factor)[b // 2 :])
-    return jnp.exp(jnp.mean(jnp.log(distances)))
 
 
 def border(

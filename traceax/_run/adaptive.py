@@ -70,9 +70,9 @@ class Adaptive(eqx.Module):
     several entries, look at `std_err`. The loop is compiled once, whatever the data; the
     tolerances may be traced.
 
-    The test comes after each round, for XTrace and XNysTrace only after those that may
-    pass it by a forecast. Repeated tests stop a little early more often than late. The
-    error bars are cautious enough that intervals still cover the true value with the
+    The test comes after each round; estimators that take their probes together, such as
+    XTrace, leave out more and more tests after the first 8 rounds. Repeated tests stop a
+    little early more often than late. The error bars are cautious enough that intervals still cover the true value with the
     requested confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
 
     !!! Example

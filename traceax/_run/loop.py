@@ -9,7 +9,7 @@ with q the quantile of Student's t (`excess` in the code). Repeated tests pass a
 early more often than late, so small rounds must pass several times in a row
 (`streak`). Where samples are independent, s falls as one over the root of the number of
 samples: after N units of the budget a run needs N e^2 in all, N (e^2 - 1) more
-(`missing`). An estimator may leave out tests that are costly: see `forecast.py`.
+(`missing`). An estimator may leave out tests that take long.
 
 The loop is outside of the execution, so on a mesh of devices every device decides from
 the same numbers.

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from traceax._run.budget import Budget
-from traceax._run.forecast import LastTest
-from traceax._run.loop import Assessment
+from traceax._estimators.growing import _tests
 
 from ..helpers import hermitian, PSD
 from .adaptive import KEY, name, XNYS, XTRACE
@@ -32,12 +30,6 @@ def same(one, other):
     assert one.stats["num_matvecs"] == other.stats["num_matvecs"]
     np.testing.assert_allclose(one.value, other.value, rtol=1e-10)
     np.testing.assert_allclose(one.std_err, other.std_err, rtol=1e-8)
-
-
-def integers(state):
-    """The numbers of rounds in all, and up to the last test among others."""
-    leaves = jax.tree.leaves(state)
-    return [x.tolist() for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
 
 
 @pytest.mark.slow(but="XNysTrace")
@@ -63,33 +55,16 @@ def test_batch(estimator):
 @pytest.mark.slow(but="XNysTrace")
 @SKETCHES
 def test_resumed(estimator):
-    """The end of a budget asks for a test, but a run that resumes ignores it."""
-    for max_k in (48, 72):
+    """A run that resumes ends where a single run would."""
+    for max_k in (48, 80):
         first = trace(estimator, 1e-9, max_k=max_k)
         for rtol in RTOLS[1:]:
             resumed = trace(estimator, rtol, state=first.state)
             single = trace(estimator, rtol)
             same(resumed, single)
-            assert integers(resumed.state) == integers(single.state)
 
 
-@pytest.mark.parametrize(
-    ("std_err", "residual", "rounds", "is_due"),
-    [
-        (100.0, 0.5, 11, False),
-        (100.0, 0.5, 15, True),  # half as many rounds again
-        (100.0, 0.0, 11, True),  # nothing was added
-        (100.0, np.nan, 11, True),
-        (1.0, 0.5, 11, True),  # the forecast meets the tolerance
-        (1.0, 1.0, 11, False),
-        (0.1, 1.0, 11, True),  # the last test has met it
-        (np.inf, 0.5, 11, False),
-    ],
-)
-def test_which_rounds_are_tested(std_err, residual, rounds, is_due):
-    """After a test at 10 rounds with the residual 1 and the tolerance 1."""
-    rule = Budget.of(tx.Adaptive(atol=1.0)).rule
-    number = jnp.asarray
-    assessment = Assessment.of(rule, number(5.0), number(std_err), number(80.0))
-    last = LastTest(assessment, number(1.0), number(10))
-    assert last.is_next_due(rule, number(residual), number(rounds)) == is_due
+def test_which_rounds_are_tested():
+    """All of the first 8, the last one, and fewer and fewer between them."""
+    tests = [i for i, due in enumerate(_tests(30)) if due]
+    assert tests == [*range(1, 9), 10, 12, 14, 17, 20, 24, 29, 30]
