@@ -13,7 +13,7 @@ from ..helpers import hermitian, PSD
 
 # With tolerances that need less and more than half of the rounds.
 ESTIMATORS = [
-    (tx.XTraceEstimator(), 0.25, 0.03),
+    (tx.XTraceEstimator(), 0.25, 0.045),
     (tx.XNysTraceEstimator(), 0.25, 0.015),
     (tx.XDiagEstimator(), 0.8, 0.2),
     (tx.XNysDiagEstimator(), 0.5, 0.06),

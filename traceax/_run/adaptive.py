@@ -72,8 +72,9 @@ class Adaptive(eqx.Module):
 
     The test comes after each round; estimators that take their probes together, such as
     XTrace, leave out more and more tests after the first 8 rounds. Repeated tests stop a
-    little early more often than late. The error bars are cautious enough that intervals still cover the true value with the
-    requested confidence: see [Stop at a tolerance](../adaptive.md) for measurements.
+    little early more often than late. The error bars are cautious enough that intervals
+    still cover the true value with the requested confidence: see [Stop at a
+    tolerance](../adaptive.md) for measurements.
 
     !!! Example
 
