@@ -32,6 +32,7 @@ from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach
+from .._run.gradient_steps import GradientTarget
 from .._run.steps import choose_steps_of_form, excess_of_bracket, Steps
 from .._run.stream import stream
 from .._run.wrapped import AbstractWrappedTask
@@ -142,10 +143,13 @@ class ControlledFunction(AbstractWrappedTask):
             left = _SHARE_LEFT * deviation
             return excess_of_bracket(value, bracket, left, first, k, task.quantity)
 
+        target = GradientTarget.of(first, k, task.gradient.from_runs)
+
         def choose(adaptive):
             # For both operators, since the errors of both count.
             settings = {"krylov": krylov, "function": function, "bound": bound}
             settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
+            settings |= {"target": target}
             steps = [
                 choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)
                 for x in self._operands(operator)
@@ -189,6 +193,7 @@ class ControlledFunction(AbstractWrappedTask):
             k=k,
             steps=steps,
             excess=excess,
+            target=target,
             live=live,
             extremes=critical_extremes(extremes),
         )
