@@ -135,6 +135,7 @@ class ControlledFunction(AbstractWrappedTask):
         function, bound = task.function, estimator.lower_bound
         first = self._operands(operator)[0]
         krylov = estimator.method(first, function)
+        target = GradientTarget.of(first, k, task.gradient.from_runs)
 
         def draw(index):
             return draw_for(operator, estimator.sampler, key, index[None])[:, 0]
@@ -142,8 +143,6 @@ class ControlledFunction(AbstractWrappedTask):
         def excess(value, bracket, deviation):
             left = _SHARE_LEFT * deviation
             return excess_of_bracket(value, bracket, left, first, k, task.quantity)
-
-        target = GradientTarget.of(first, k, task.gradient.from_runs)
 
         def choose(adaptive):
             # For both operators, since the errors of both count.

@@ -217,8 +217,9 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             # The samples contain the deflated part, and so its derivative in the
             # parameters of f. Here it would count twice.
             constant = jax.lax.stop_gradient(deflation.value)
-            deflated_part = attach(operator, constant, frame, execution=execution)
-            return deflated_part + streamed.mean()
+            return (
+                attach(operator, constant, frame, execution=execution) + streamed.mean()
+            )
 
         def probes():
             size, weight = largest_budget(budget), moments.count**-0.5

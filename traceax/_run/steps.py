@@ -68,10 +68,9 @@ class AdaptiveSteps(eqx.Module):
     most `share` of a target. The target is the tolerance of an adaptive budget, or else
     the standard error of a mean over `k` probes,
     $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, which that probe
-    estimates. Then every probe makes the same number of steps, `stats["num_steps"]`. The
-    first run costs as many additional matvecs as one probe. Where the derivative of a
-    log-determinant is taken, which needs more steps than the value, there are so many
-    that its bias is below its sampling error, too. For
+    estimates. Where a log-determinant is differentiated, the bias of its gradient must be
+    below the sampling error, too. Then every probe makes the same number of steps,
+    `stats["num_steps"]`. The first run costs as many additional matvecs as one probe. For
     [`traceax.diagonal_of_function`][] the bracket is replaced by an estimate of the error
     of a product with f(A).
 
@@ -106,8 +105,7 @@ class AdaptiveSteps(eqx.Module):
         fail to distinguish the operator from a singular one where that matters. Then the
         exact answer replaces the estimate if n is at most 4096 (1024 for functions of
         operators without a tag). For a larger n the result is `RESULTS.too_few_steps`.
-    - `share`: the largest quadrature error as a fraction of the target, a positive real
-        number.
+    - `share`: the largest quadrature error over the target, a positive real number.
     """
 
     max_steps: int | None = eqx.field(static=True, default=None)
@@ -293,10 +291,9 @@ def choose_steps_of_form(
     target: GradientTarget,
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """The number of steps that the quadratic forms of this probe need, one form for each
-    function. `excess` is a function of the value of a form, its bracket and its
-    deviation, and for a tree of functions of their `values`; `bound` is a lower bound of
-    the eigenvalues."""
+    """The number of steps that the forms of this probe need, one for each function.
+    `excess` is a function of the value of a form, its bracket and its deviation, and for
+    a tree of functions of their `values`; `bound` is a lower bound of the eigenvalues."""
     bracketed = all(each.bracketed for each in members_of(function))
     first = 1 if bracketed else _FIRST_WITHOUT_BRACKET
     function, bound = freeze((function, bound))
@@ -309,7 +306,7 @@ def choose_steps_of_form(
             return excess_of_form(forms[0], function, excess, target)
         values = jnp.stack([form.value for form in forms])
         of_values = ft.partial(excess, values=values)
-        pairs = zip(forms, members_of(function), strict=True)
+        pairs = zip(forms, function.members, strict=True)
         return jnp.max(jnp.stack([excess_of_form(*x, of_values, target) for x in pairs]))
 
     return choose_steps(adaptive, krylov, operator, probe, first, excess_after, execution)
