@@ -106,8 +106,8 @@ def test_only_derivatives_from_the_runs_take_more_steps():
     other arguments."""
     key, steps, lanczos = jr.key(1), tx.AdaptiveSteps(), tx.LanczosGradient()
 
-    def made(parameters, tags=PSD, gradient=lanczos):
-        settings = TIGHT, LOOSE, tags, steps, gradient
+    def made(parameters, gradient: tx.AbstractFunctionGradient = lanczos):
+        settings = TIGHT, LOOSE, PSD, steps, gradient
         return logdet(parameters, key, *settings)[1].stats["num_steps"]
 
     @jax.jit

@@ -214,12 +214,10 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def mean():
             left = deflation.left(function, operator.eps)
             frame = gradient.frame(function, left, deflation.basis, deflation.basis)
-            # The samples contain the deflated part, and so its derivative in the
-            # parameters of f. Here it would count twice.
+            # Its derivative in the parameters of f is in the samples already.
             constant = jax.lax.stop_gradient(deflation.value)
-            return (
-                attach(operator, constant, frame, execution=execution) + streamed.mean()
-            )
+            deflated_part = attach(operator, constant, frame, execution=execution)
+            return deflated_part + streamed.mean()
 
         def probes():
             size, weight = largest_budget(budget), moments.count**-0.5
