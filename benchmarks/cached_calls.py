@@ -1,4 +1,4 @@
-"""User CPU seconds of the first call in a process whose programs another one has kept.
+"""CPU seconds of the first call in a process whose programs another one has kept.
 
     python benchmarks/cached_calls.py
 
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 
 
 def names() -> list[str]:
@@ -38,12 +39,12 @@ def example_of(function) -> str:
 
 
 def seconds_of(call):
-    """The result of a call, when it is there, and the user CPU seconds until then."""
+    """The result of a call, when it is there, and the CPU seconds until then."""
     import jax
 
-    start = os.times().user
+    start = time.process_time()
     result = jax.block_until_ready(call())
-    return result, os.times().user - start
+    return result, time.process_time() - start
 
 
 def first_call(name: str) -> None:
