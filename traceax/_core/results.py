@@ -146,9 +146,9 @@ Likely remedies:
 
 _too_few_steps_msg = """
 The largest number of Krylov steps that the call may take is too few. The quadrature error
-is then larger than the error bar, or than the tolerance of an adaptive budget; or the
-function is infinite at zero, and after these steps the operator cannot be told from a
-singular one. More probes do not help.
+is then larger than the error bar, the tolerance of an adaptive budget, or for a gradient
+its sampling error; or the function is infinite at zero, and after these steps the
+operator cannot be told from a singular one. More probes do not help.
 
 Likely remedies:
 
@@ -304,7 +304,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     - `max_matvecs_reached`: an adaptive budget ended before the tolerance was met.
     - `too_few_steps`: for functions of operators, the largest number of steps that
         [`traceax.AdaptiveSteps`][] allows leaves a quadrature error above the error bar
-        or the tolerance, or cannot tell the operator from a singular one.
+        or the tolerance, biases a gradient, or leaves the operator possibly singular.
     - `infinite_variance`: the `ratio` of [`traceax.RandomSteps`][] is too small for the
         condition number, or not between 0 and 1.
     - `not_converged`: a residual of `eigsh` or `svds` is above the tolerance.

@@ -32,6 +32,7 @@ from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach
+from .._run.gradient_steps import GradientTarget
 from .._run.steps import choose_steps_of_form, excess_of_bracket, Steps
 from .._run.stream import stream
 from .._run.wrapped import AbstractWrappedTask
@@ -134,6 +135,7 @@ class ControlledFunction(AbstractWrappedTask):
         function, bound = task.function, estimator.lower_bound
         first = self._operands(operator)[0]
         krylov = estimator.method(first, function)
+        target = GradientTarget.of(first, k, task.gradient.from_runs)
 
         def draw(index):
             return draw_for(operator, estimator.sampler, key, index[None])[:, 0]
@@ -146,6 +148,7 @@ class ControlledFunction(AbstractWrappedTask):
             # For both operators, since the errors of both count.
             settings = {"krylov": krylov, "function": function, "bound": bound}
             settings |= {"probe": draw(jnp.zeros((), int)), "execution": execution}
+            settings |= {"target": target}
             steps = [
                 choose_steps_of_form(adaptive, operator=x, excess=excess, **settings)
                 for x in self._operands(operator)
@@ -189,6 +192,7 @@ class ControlledFunction(AbstractWrappedTask):
             k=k,
             steps=steps,
             excess=excess,
+            target=target,
             live=live,
             extremes=critical_extremes(extremes),
         )

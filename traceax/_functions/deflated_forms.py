@@ -24,6 +24,7 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
 from .._quadrature.rules import likely_end, lower_end
 from .._run.execution import AbstractExecution
+from .._run.gradient_steps import GradientTarget
 from .._run.steps import AdaptiveSteps, choose_steps, excess_of_form, Steps
 from .deflation import Deflation
 
@@ -169,6 +170,7 @@ class DeflatedForms(eqx.Module):
         adaptive: AdaptiveSteps,
         operator: FlatOperator,
         excess: Callable[[Array, Array, Array], Real[Array, ""]],
+        target: GradientTarget,
         execution: AbstractExecution,
     ) -> Int[Array, ""]:
         """The number of steps that a form takes, from a run with one probe. The bracket
@@ -179,7 +181,8 @@ class DeflatedForms(eqx.Module):
         constant = freeze(dataclasses.replace(self, bracket=narrow))
 
         def excess_after(flat, state, steps):
-            return excess_of_form(constant._read(flat, state, steps, columns=1), excess)
+            form = constant._read(flat, state, steps, columns=1)
+            return excess_of_form(form, self.function, excess, target)
 
         # An estimated bracket needs some steps before it means anything.
         min_steps = 1 if self.function.bracketed else 4

@@ -68,9 +68,12 @@ class AbstractFunctionGradient(eqx.Module):
     **Attributes:**
 
     - `columns`: the number of pairs of vectors from the Krylov space of each probe.
+    - `from_runs`: whether the frame depends on these vectors. Then steps that are chosen
+        automatically are enough for the derivative, too. Default: True.
     """
 
     columns: eqx.AbstractVar[int]
+    from_runs: ClassVar[bool] = True
 
     @abc.abstractmethod
     def frame(
@@ -216,6 +219,7 @@ class SolveGradient(AbstractFunctionGradient):
 
     solver: lx.AbstractLinearSolver
     columns: ClassVar[int] = 1
+    from_runs: ClassVar[bool] = False
 
     def __check_init__(self):
         if not isinstance(self.solver, lx.AbstractLinearSolver):

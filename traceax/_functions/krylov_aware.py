@@ -36,6 +36,7 @@ from .._quadrature.quadratic_form import spectral_range
 from .._run.budget import Budget, largest_budget
 from .._run.execution import AbstractExecution
 from .._run.gradient import attach
+from .._run.gradient_steps import GradientTarget
 from .._run.loop import embed
 from .._run.random_steps import RandomSteps, refuse_random_steps
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
@@ -162,12 +163,14 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
     ) -> Estimate:
         self._check(operator, function)
         without_draws: int | AdaptiveSteps = refuse_random_steps(num_steps)
+        target = GradientTarget.of(operator, k, gradient.from_runs)
         deflated = self._deflate(
             operator,
             function,
             k=k,
             num_steps=without_draws,
             key=key,
+            target=target,
             execution=execution,
             quantity=quantity,
         )
@@ -184,7 +187,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             # All samples of a resumed run have as many steps as its first ones.
             if isinstance(k, Budget) and k.state is not None:
                 return k.state[0]
-            return forms.choose_steps(adaptive, operator, excess, execution)
+            return forms.choose_steps(adaptive, operator, excess, target, execution)
 
         # With a tolerance the target is the same before and after the deflation. With a
         # fixed k it is the sampling error, which the deflation has reduced.
@@ -211,8 +214,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         def mean():
             left = deflation.left(function, operator.eps)
             frame = gradient.frame(function, left, deflation.basis, deflation.basis)
-            # The samples contain the deflated part, and so its derivative in the
-            # parameters of f. Here it would count twice.
+            # Its derivative in the parameters of f is in the samples already.
             constant = jax.lax.stop_gradient(deflation.value)
             deflated_part = attach(operator, constant, frame, execution=execution)
             return deflated_part + streamed.mean()
@@ -228,6 +230,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
             k=k,
             steps=steps,
             excess=excess,
+            target=target,
             live=mean,
             extremes=extremes,
             common=deflation.rounding,
@@ -261,6 +264,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
         k: int | Budget,
         num_steps: int | AdaptiveSteps,
         key: PRNGKeyArray | None,
+        target: GradientTarget,
         execution: AbstractExecution,
         quantity: AbstractQuantity,
     ) -> BlockRun:
@@ -281,6 +285,7 @@ class KrylovAwareEstimator(AbstractFunctionEstimator):
                 bound=None,
                 probe=probe,
                 excess=excess,
+                target=target,
                 execution=execution,
             )
 

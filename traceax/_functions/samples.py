@@ -32,6 +32,7 @@ from .._quadrature.rounding import check_precision
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution, Local
 from .._run.gradient import attach, attach_derivative
+from .._run.gradient_steps import GradientTarget
 from .._run.steps import Steps
 from .._run.stream import stream, Streamed
 from .gradients import AbstractFunctionGradient
@@ -266,6 +267,7 @@ def estimate_of_forms(
     k: int | Budget,
     steps: Steps,
     excess: Callable[[Array, tuple[Array, Array], float], Real[Array, ""]],
+    target: GradientTarget,
     *,
     live: Callable[[], Inexact[Array, ""]],
     extremes: Real[Array, "2"],
@@ -277,6 +279,7 @@ def estimate_of_forms(
 
     - `excess`: the quadrature error over its target, a function of a value, a bracket and
         a deviation.
+    - `target`: what a derivative asks of the residuals.
     - `live`: a function whose result has the derivatives of the value.
     - `extremes`: the smallest and the largest Ritz value.
     - `common`: a rounding error that all samples share.
@@ -317,6 +320,9 @@ def estimate_of_forms(
         if isinstance(k, Budget):
             too_few = excess(mean, ends, 0) > 1
         too_few |= convergence.hides(mean, _BARS_OF_HIDDEN * bar)
+        made = jnp.arange(len(residuals)) < streamed.count
+        missing = jnp.where(made, target.excess(function, residuals, extremes), 0)
+        too_few |= jnp.sum(missing) > streamed.count
         std_err = jnp.hypot(std_err, jnp.max(errors))
     step_stats, steps_result = steps.report(too_few)
     return Estimate(

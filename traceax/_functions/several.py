@@ -23,6 +23,7 @@ from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget
 from .._run.gradient import attach_derivative
+from .._run.gradient_steps import GradientTarget
 from .._run.steps import Steps
 from .._run.stream import Streamed
 from .samples import estimate_of_forms
@@ -58,11 +59,12 @@ def estimate_of_members(
     k: int | Budget,
     steps: Steps,
     excess: Callable[..., Real[Array, ""]],
+    target: GradientTarget,
     extremes: Real[Array, "2"],
 ) -> Estimate:
     """`estimate_of_forms` of one function; of several, one estimate of all."""
     settings: dict[str, Any] = {"operator": operator, "k": k, "steps": steps}
-    settings |= {"extremes": extremes}
+    settings |= {"target": target, "extremes": extremes}
     if not isinstance(function, FunctionTree):
         return estimate_of_forms(
             streamed, function=function, excess=excess, live=streamed.mean, **settings

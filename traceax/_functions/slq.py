@@ -34,6 +34,7 @@ from .._quadrature.function_tree import FunctionTree, members_of
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.budget import Budget, in_sweeps, largest_budget
 from .._run.execution import AbstractExecution
+from .._run.gradient_steps import GradientTarget
 from .._run.random_steps import RandomSteps, refuse_random_steps
 from .._run.steps import AdaptiveSteps, choose_steps_of_form, excess_of_bracket, Steps
 from .base import AbstractFunctionEstimator, describe_mismatch
@@ -163,6 +164,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             quantity=quantity,
             num_strata=num_strata,
         )
+        target = GradientTarget.of(operator, k, gradient.from_runs)
         settings: dict[str, Any] = {"krylov": krylov, "operator": operator, "key": key}
         settings |= {"k": k, "execution": execution}
         runs = None
@@ -178,7 +180,9 @@ class SLQEstimator(AbstractFunctionEstimator):
             )
             steps = runs.steps
         else:
-            steps, k = self._steps(num_steps, function, excess=excess, **settings)
+            steps, k = self._steps(
+                num_steps, function, excess=excess, target=target, **settings
+            )
 
         def forms(flat, index):
             probe = draw_for(flat, self.sampler, key, index[None])[:, 0]
@@ -213,6 +217,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             k=k,
             steps=steps,
             excess=excess,
+            target=target,
             extremes=critical_extremes(extremes),
         )
         if runs is not None:
@@ -238,6 +243,7 @@ class SLQEstimator(AbstractFunctionEstimator):
         key: PRNGKeyArray | None,
         k: int | Budget,
         excess: Callable[..., Real[Array, ""]],
+        target: GradientTarget,
         execution: AbstractExecution,
     ) -> tuple[Steps, int | Budget]:
         """The number of steps, and k with the state that its loop resumes."""
@@ -254,6 +260,7 @@ class SLQEstimator(AbstractFunctionEstimator):
                 bound=self.lower_bound,
                 probe=probe,
                 excess=excess,
+                target=target,
                 execution=execution,
             )
 

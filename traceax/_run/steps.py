@@ -36,6 +36,7 @@ from .._quadrature.functions import AbstractSpectralFunction
 from .._quadrature.quadratic_form import QuadraticForm
 from .budget import Budget
 from .execution import AbstractExecution
+from .gradient_steps import GradientTarget
 from .random_steps import RandomSteps, refuse_random_steps
 
 
@@ -67,8 +68,9 @@ class AdaptiveSteps(eqx.Module):
     most `share` of a target. The target is the tolerance of an adaptive budget, or else
     the standard error of a mean over `k` probes,
     $\sqrt{2 (\|f(A)\|_F^2 - (\mathrm{tr}\, f(A))^2 / n) / k}$, which that probe
-    estimates. Then every probe makes the same number of steps, `stats["num_steps"]`. The
-    first run costs as many additional matvecs as one probe. For
+    estimates. Where a log-determinant is differentiated, the bias of its gradient must be
+    below the sampling error, too. Then every probe makes the same number of steps,
+    `stats["num_steps"]`. The first run costs as many additional matvecs as one probe. For
     [`traceax.diagonal_of_function`][] the bracket is replaced by an estimate of the error
     of a product with f(A).
 
@@ -103,9 +105,7 @@ class AdaptiveSteps(eqx.Module):
         fail to distinguish the operator from a singular one where that matters. Then the
         exact answer replaces the estimate if n is at most 4096 (1024 for functions of
         operators without a tag). For a larger n the result is `RESULTS.too_few_steps`.
-    - `share`: the largest quadrature error as a fraction of the target, a positive real
-        number. Derivatives need more steps than the value, so choose a smaller `share`
-        for them.
+    - `share`: the largest quadrature error over the target, a positive real number.
     """
 
     max_steps: int | None = eqx.field(static=True, default=None)
@@ -288,12 +288,12 @@ def choose_steps_of_form(
     bound: Scalar | float | None,
     probe: Inexact[Array, " n"],
     excess: Callable[..., Real[Array, ""]],
+    target: GradientTarget,
     execution: AbstractExecution,
 ) -> Int[Array, ""]:
-    """The number of steps that the quadratic forms of this probe need, one form for each
-    function. `excess` is a function of the value of a form, its bracket and its
-    deviation, and for a tree of functions of their `values`; `bound` is a lower bound of
-    the eigenvalues."""
+    """The number of steps that the forms of this probe need, one for each function.
+    `excess` is a function of the value of a form, its bracket and its deviation, and for
+    a tree of functions of their `values`; `bound` is a lower bound of the eigenvalues."""
     bracketed = all(each.bracketed for each in members_of(function))
     first = 1 if bracketed else _FIRST_WITHOUT_BRACKET
     function, bound = freeze((function, bound))
@@ -303,21 +303,26 @@ def choose_steps_of_form(
         read = ft.partial(krylov.read, flat, state, steps)
         forms = [read(each, bound, 1) for each in members_of(function)]
         if not isinstance(function, FunctionTree):
-            return excess_of_form(forms[0], excess)
+            return excess_of_form(forms[0], function, excess, target)
         values = jnp.stack([form.value for form in forms])
-        ratios = [excess_of_form(x, ft.partial(excess, values=values)) for x in forms]
-        return jnp.max(jnp.stack(ratios))
+        of_values = ft.partial(excess, values=values)
+        pairs = zip(forms, function.members, strict=True)
+        return jnp.max(jnp.stack([excess_of_form(*x, of_values, target) for x in pairs]))
 
     return choose_steps(adaptive, krylov, operator, probe, first, excess_after, execution)
 
 
 def excess_of_form(
-    form: QuadraticForm, excess: Callable[[Array, Array, Array], Real[Array, ""]]
+    form: QuadraticForm,
+    function: AbstractSpectralFunction,
+    excess: Callable[[Array, Array, Array], Real[Array, ""]],
+    target: GradientTarget,
 ) -> Real[Array, ""]:
-    """The `excess` of the bracket of a form. It is infinite while the operator may be
-    singular and the function is infinite at zero. Other estimates of the quadrature error
-    are left out: they differ too much from one probe to the next."""
+    """The `excess` of the bracket of a form or, if larger, of its derivative; infinite
+    while the operator may be singular and the function is infinite at zero. Other
+    estimates of the error are left out: they differ too much between probes."""
     ratio = excess(form.value, form.bracket, form.deviation)
+    ratio = jnp.maximum(ratio, target.excess(function, form.residual, form.extremes))
     may_be_singular = Convergence.of(form).may_be_singular(SEEN_BY_ONE)
     return jnp.where(may_be_singular, jnp.inf, ratio)
 
