@@ -40,7 +40,6 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -133,7 +132,7 @@ class Run:
         if self.mode == "plain":
             found = solve(parts, self.key)
         elif self.mode == "jit":
-            found = eqx.filter_jit(solve)(parts, self.key)
+            found = jax.jit(solve)(parts, self.key)
         elif self.mode == "vmap":
             found = jax.vmap(lambda key: solve(parts, key))(jr.split(self.key, KEYS))
         else:
