@@ -143,9 +143,12 @@ class Run:
         return jax.tree.map(np.asarray, (found, slope))
 
 
-def outcome(run: Run) -> tuple[str, str]:
-    """A word, and what is to be said of it."""
+def outcome(seed: int) -> tuple[str, str]:
+    """Run a job: a word, and what is to be said of it."""
+    print(f"--only {seed}: ", end="", flush=True)
     try:
+        run = Run(seed)
+        print(run.text, flush=True)
         found, slope = run()
     except (TypeError, ValueError, NotImplementedError) as error:
         *_, last = traceback.extract_tb(error.__traceback__)
@@ -258,9 +261,7 @@ def main() -> None:
     parser.add_argument("--only", type=int)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        run = Run(arguments.only)
-        print(run.text, flush=True)
-        print(*outcome(run))
+        print(*outcome(arguments.only))
         return
     start, counts, wrong, memory = time.monotonic(), Counter(), [], []
     seed = arguments.seed
@@ -269,11 +270,8 @@ def main() -> None:
     ):
         begin = time.monotonic()
         faulthandler.dump_traceback_later(LIMIT, exit=True)
-        run = Run(seed)
-        print(f"--only {seed}: {run.text}", flush=True)
-        word, note = outcome(run)
+        word, note = outcome(seed)
         faulthandler.cancel_dump_traceback_later()
-        del run
         memory.append(resident())
         arrays = len(jax.live_arrays())
         seconds = time.monotonic() - begin

@@ -18,7 +18,6 @@ from soak_calls import (
     point_of,
     REAL,
     real_dtype,
-    sampler,
     slq,
     SQUARE,
     steps,
@@ -87,12 +86,8 @@ def trace_of_function(draw: Draw) -> Job:
     subject = random_subject(draw, SQUARE)
     f = function(draw, subject)
     options = {"function": f.jax} | budget(draw, len(subject.matrix)) | steps(draw)
-    probes = sampler(draw, subject)
-    options["estimator"] = draw.one_of(
-        slq(draw, subject),
-        slq(draw, subject),
-        tx.KrylovAwareEstimator(probes),
-    )
+    estimator = slq(draw, subject)
+    options["estimator"] = draw.one_of(estimator, estimator, tx.KrylovAwareEstimator())
     if draw.one_of(True, False, False):
         options["num_steps"] = tx.RandomSteps(draw.one_of(2, 8), max_steps=40)
     return Job(subject, tx.trace_of_function, options, f.trace, f.size)
