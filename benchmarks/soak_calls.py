@@ -95,7 +95,7 @@ def sampler(draw: Draw, subject: Subject) -> tx.AbstractSampler:
 
 def coloured(draw: Draw, subject: Subject) -> tx.AbstractSampler:
     n = subject.matrix.shape[1]
-    if len(subject.sizes) > 1:
+    if not subject.on_vectors:
         return tx.RademacherSampler()
     path = sp.diags_array([np.ones(n - 1)] * 2, offsets=[-1, 1], shape=(n, n))
     colours = draw.one_of(
@@ -135,17 +135,19 @@ def trace(draw: Draw) -> Job:
     options = budget(draw, n)
     if isinstance(options.get("k"), int) and draw.one_of(True, False, False):
         return Job(subject, selected, options, np.trace, linear=True)
+    # Others cannot be drawn again in the complement of a sketch.
+    invariant = isinstance(probes, tx.NormalSampler | tx.SphereSampler)
     estimators = [
         tx.AutoTraceEstimator(),
         tx.HutchinsonEstimator(probes),
         tx.HutchinsonEstimator(coloured(draw, subject)),
         tx.HutchPlusPlusEstimator(probes),
-        tx.XTraceEstimator(probes),
+        tx.XTraceEstimator(probes, improved=invariant),
         tx.ExactTraceEstimator(),
     ]
     if subject.kind == "psd":
         estimators += [
-            tx.XNysTraceEstimator(probes),
+            tx.XNysTraceEstimator(probes, improved=invariant),
             tx.XNysTraceEstimator(probes, improved=False),
             tx.NystromPlusPlusEstimator(probes),
         ]

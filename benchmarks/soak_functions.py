@@ -231,7 +231,7 @@ def diagonal_of_product(draw: Draw) -> Job:
     """With a matrix of five rows, or the operator itself on both sides."""
     subject = random_subject(draw, HERMITIAN)
     f, factor = function(draw, subject), None
-    if len(subject.sizes) == 1:
+    if subject.on_vectors:
         factor = draw.normal(5, len(subject.matrix), dtype=subject.dtype)
         factor = factor.astype(subject.dtype)
 

@@ -49,6 +49,12 @@ class Subject(NamedTuple):
     make: Callable[[Any], lx.AbstractLinearOperator]
     sizes: tuple[int, ...]
 
+    @property
+    def on_vectors(self) -> bool:
+        """Whether it is applied to arrays with one axis."""
+        structure = self.make(self.parts).in_structure()
+        return isinstance(structure, jax.ShapeDtypeStruct) and len(structure.shape) == 1
+
     def __str__(self):
         rows, columns = self.matrix.shape
         return f"{self.kind} {self.name} {rows}x{columns} {np.dtype(self.dtype).name}"
