@@ -3,8 +3,10 @@ nothing, and what differs in a constant, a context or a derivative rule is not m
 
 import contextlib
 import functools as ft
+import gc
 import importlib
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +208,15 @@ def test_content(one, other, same):
     x = jnp.ones((2, 2))
     codes = code_of(one, x), code_of(other, x)
     assert (codes[0] is codes[1]) == same
+
+
+def test_code_that_no_program_uses_is_freed():
+    code = Code.of(jax.make_jaxpr(lambda x: 3.25 * x)(1.0).jaxpr)
+    assert Code.of(code.jaxpr) is code
+    gone = weakref.ref(code)
+    del code
+    gc.collect()
+    assert gone() is None
 
 
 def test_shapes_and_dtypes_are_content():

@@ -121,6 +121,7 @@ def test_key_is_asked_for():
     with pytest.raises(ValueError, match=re.escape("`key=jax.random.key(0)`")):
         tx.trace(OPERATOR)
     exact = tx.trace(OPERATOR, tx.ExactTraceEstimator())
+    assert exact.stats["exact"]
     np.testing.assert_allclose(exact.value, EIGENVALUES.sum(), rtol=1e-6)
 
 

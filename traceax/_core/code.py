@@ -40,13 +40,14 @@ class Code:
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> "Code":
         """The object for the content of `jaxpr`."""
-        code = _by_jaxpr.get(jaxpr)
+        known = _by_jaxpr.get(jaxpr)
+        code = known and known()
         if code is None:
             content = _content(jaxpr)
             code = _by_content.get(content)
             if code is None:
                 code = _by_content[content] = cls(jaxpr, content)
-            _by_jaxpr[jaxpr] = code
+            _by_jaxpr[jaxpr] = weakref.ref(code)
         return code
 
     def __repr__(self) -> str:
@@ -55,9 +56,11 @@ class Code:
 
 # The references are weak, so that code that no program uses any more is freed. The second
 # dictionary avoids computing the content of a jaxpr again that JAX returns from its cache
-# of traces.
+# of traces. Its values are weak too: a code holds its jaxpr, which is the key.
 _by_content: weakref.WeakValueDictionary[Hashable, Code] = weakref.WeakValueDictionary()
-_by_jaxpr: weakref.WeakKeyDictionary[Jaxpr, Code] = weakref.WeakKeyDictionary()
+_by_jaxpr: weakref.WeakKeyDictionary[Jaxpr, weakref.ref[Code]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Itself:

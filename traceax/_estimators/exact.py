@@ -1,7 +1,9 @@
 """The exact trace, `sum_i e_i* A e_i` over the unit vectors `e_i`, as an estimator."""
 
+import dataclasses
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from .._core.flat import FlatOperator
@@ -65,7 +67,8 @@ class ExactTraceEstimator(AbstractEstimator):
                 f"or fewer where lineax knows the diagonal. Found k={budget}. Raise `k`, "
                 "or use `traceax.AutoTraceEstimator`."
             )
-        return exact(quantity, operator, execution)
+        estimate = exact(quantity, operator, execution)
+        return dataclasses.replace(estimate, extra={"exact": jnp.ones((), bool)})
 
 
 ExactTraceEstimator.__init__.__doc__ = "**Arguments:** none."

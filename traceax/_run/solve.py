@@ -197,7 +197,8 @@ def solution_of(
     # the exact answer is not compiled at all.
     may_fail = task.chooses_steps and size <= task.exact_limit(operator)
     failed = jnp.zeros((), bool)
-    stats = solution.stats | {"exact": failed}
+    # `ExactTraceEstimator` says itself that it is exact.
+    stats = {"exact": failed} | solution.stats
     solution = dataclasses.replace(solution, stats=stats)
     if may_fail:
         failed |= solution.result == RESULTS.too_few_steps
