@@ -317,9 +317,8 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
         }
     value, std_err = quantity.present(value, std_err)
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
-    # The estimator's own result explains more, so it comes first.
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
-    result = first_failure(estimate.result, nonfinite)
+    result = first_failure(estimate.result, nonfinite)  # the first explains more
     # Again, because the root of a norm depends on the value.
     std_err = jax.lax.stop_gradient(std_err)
     num_samples, joint = estimate.num_samples, None
