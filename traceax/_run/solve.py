@@ -197,6 +197,7 @@ def solution_of(
     # the exact answer is not compiled at all.
     may_fail = task.chooses_steps and size <= task.exact_limit(operator)
     failed = jnp.zeros((), bool)
+    # `ExactTraceEstimator` says itself that it is exact.
     stats = {"exact": failed} | solution.stats
     solution = dataclasses.replace(solution, stats=stats)
     if may_fail:
