@@ -18,15 +18,16 @@ takes longer. A job is wrong if
 - such an answer, or its derivative, is not finite; or
 - it takes longer than ten minutes, which ends the process with a traceback.
 
-Each job begins with a line that has its seed. Programs that were compiled stay in JAX's
-caches, and would be most of the memory: after each job the soak clears these, collects
-garbage and returns free memory to the system. What remains at the end may be at most 1.2
-times what remained after ten jobs.
+Each job begins with a line that has its seed. Programs that were compiled stay in caches
+of JAX and Equinox, and would be most of the memory: after each job the soak clears these,
+collects garbage and returns free memory to the system. What remains at the end may be at
+most 1.2 times what remained after ten jobs.
 """
 
 import argparse
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import sys
@@ -246,6 +247,9 @@ def rounding_of(job: Job, exact: np.ndarray) -> np.ndarray:
 def resident() -> float:
     """Memory of the process in MB, without what can be made anew."""
     jax.clear_caches()
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper):
+            cache.cache_clear()
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL("libc.so.6").malloc_trim(0)

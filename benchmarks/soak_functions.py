@@ -309,8 +309,9 @@ def spectral_density(draw: Draw) -> Job:
 
     def call(operator, **options):
         density = tx.spectral_density(operator, **options)
-        means = jnp.sum(density.nodes * density.weights, axis=1)
-        means = means / jnp.sum(density.weights, axis=1)
+        # In double precision, where squares of tiny numbers do not vanish.
+        nodes, weights = (x.astype(float) for x in (density.nodes, density.weights))
+        means = jnp.sum(nodes * weights, axis=1) / jnp.sum(weights, axis=1)
         bar = jnp.std(means, ddof=1) / len(means) ** 0.5
         return found_alone(
             jnp.mean(means)[None], bar[None], density.result, len(means) - 1

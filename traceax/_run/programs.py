@@ -23,11 +23,12 @@ _PACKAGES = ("traceax", "equinox", "jax", "jaxtyping", "beartype")
 
 class _Programs:
     """The number of programs that were traced so far (`traced`), and the compiled
-    programs of each line of user code."""
+    programs of each line of user code. Hashes stand for both: the settings of a call may
+    have functions of the user, which would keep alive all that they close over."""
 
     def __init__(self):
         self.traced = 0
-        self._codes: dict[Hashable, set[Hashable]] = {}
+        self._codes: dict[int, set[int]] = {}
 
     def note(self, name: str, args: PyTree) -> None:
         """Count a program that was compiled for the call `name`. Warn if it is the third
@@ -35,8 +36,8 @@ class _Programs:
         level, frame = 1, sys._getframe(1)
         while frame.f_back is not None and _is_internal(frame):
             level, frame = level + 1, frame.f_back
-        shapes, codes = _summary(args)
-        line = frame.f_code.co_filename, frame.f_lineno, name, shapes
+        shapes, codes = map(hash, _summary(args))
+        line = hash((frame.f_code.co_filename, frame.f_lineno, name, shapes))
         earlier_codes = self._codes.setdefault(line, set())
         # With `jax_disable_jit` each call is traced, but none is compiled.
         if codes in earlier_codes or jax.config.jax_disable_jit:  # pyright: ignore
