@@ -143,6 +143,7 @@ from ._run.devices import (
 )
 from ._run.execution import AbstractExecution, Local
 from ._run.lapack_threads import single_threaded_lapack
+from ._run.matvecs import Matvecs
 from ._run.norms import each_entry, each_leaf
 from ._run.random_steps import RandomSteps
 from ._run.sharded import Sharded
@@ -268,6 +269,7 @@ __all__ = [
     "devices",
     "Local",
     "ColouredSampler",
+    "Matvecs",
     "NormalSampler",
     "probe_mesh",
     "single_threaded_lapack",

@@ -32,10 +32,16 @@ from .._quadrature.functions import Log
 from .._quadrature.singular_functions import SingularLog
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.matvecs import Matvecs
 from .._run.random_steps import RandomSteps
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_any_steps
 from .control import controlled_function, signs_of
+from .within import within_matvecs
+
+
+# With fewer matvecs in all, a preconditioner would be made from a block or two.
+_FEWEST_WITH_RANK = 32
 
 
 class LogDet(AbstractFunctionTask):
@@ -98,6 +104,8 @@ def _automatic(
     number of matvecs that was asked for, and a lower bound of the spectrum of A is worth
     more without a preconditioner."""
     is_adaptive = isinstance(k, Adaptive) and isinstance(num_steps, AdaptiveSteps)
+    if isinstance(k, Matvecs):
+        is_adaptive = k.total >= _FEWEST_WITH_RANK
     is_plain = isinstance(estimator, SLQEstimator) and estimator.lower_bound is None
     # A preconditioned operator has no entries that decay with the distance.
     is_plain = is_plain and estimator.sampler.num_strata == 1
@@ -133,7 +141,7 @@ def logdet(
     operator: OperatorLike,
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive = DEFAULT_BUDGET,
+    k: int | Adaptive | Matvecs = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -183,7 +191,9 @@ def logdet(
         of any floating dtype. See [`traceax.as_operator`][].
     - `estimator`: default: [`traceax.SLQEstimator`][].
     - `k`: the number of probes, a Python integer, or [`traceax.Adaptive`][]: as many as
-        it takes to reach a tolerance of the sampling error. Default: 1%.
+        it takes to reach a tolerance of the sampling error. Default: 1%. Or
+        [`traceax.Matvecs`][]: a total number of matvecs for the whole call, without
+        `num_steps`, `deflation`, `null_space` or `control`.
     - `num_steps`: the number of Lanczos steps for each probe, a Python integer; more
         than n count as n. Or [`traceax.AdaptiveSteps`][], the default: one more run
         chooses a number that makes the quadrature error small compared with the sampling
@@ -275,7 +285,13 @@ def logdet(
         preconditioner = None
         if operators is None:
             preconditioner = _automatic(entered, estimator, k, num_steps)
-    if preconditioner is not None and operators is None:
+    if isinstance(k, Matvecs):
+        others = {"null_space": null_space, "deflation": deflation, "control": control}
+        estimator, num_steps = within_matvecs(
+            k, estimator, num_steps, preconditioner, state=state, **others
+        )
+        k = k.total
+    elif preconditioner is not None and operators is None:
         check_preconditioner(preconditioner, entered.size)
         estimator = Preconditioned(estimator, preconditioner)
     task = LogDet(

@@ -23,10 +23,12 @@ from .._quadrature.function_tree import FunctionTree
 from .._quadrature.functions import AbstractSpectralFunction
 from .._run.adaptive import Adaptive, DEFAULT_BUDGET
 from .._run.execution import AbstractExecution, Local
+from .._run.matvecs import Matvecs
 from .._run.random_steps import RandomSteps
 from .._run.solve import solve
 from .._run.steps import AdaptiveSteps, check_any_steps
 from .control import controlled_function
+from .within import within_matvecs
 
 
 def trace_of_function(
@@ -34,7 +36,7 @@ def trace_of_function(
     function: PyTree[AbstractSpectralFunction | Callable[[Any], Any]],
     estimator: AbstractFunctionEstimator = SLQEstimator(),
     *,
-    k: int | Adaptive = DEFAULT_BUDGET,
+    k: int | Adaptive | Matvecs = DEFAULT_BUDGET,
     num_steps: int | AdaptiveSteps | RandomSteps = AdaptiveSteps(),
     key: PRNGKeyArray | None = None,
     state: PyTree[Array] | None = None,
@@ -91,7 +93,8 @@ def trace_of_function(
         functions.
     - `k`: the number of probes, a Python integer. With `k >= n` the answer is exact, from
         n matvecs and a dense factorisation. Or [`traceax.Adaptive`][]: as many as
-        it takes to reach a tolerance. Default: 1%.
+        it takes to reach a tolerance. Default: 1%. Or [`traceax.Matvecs`][]: a total
+        number of matvecs, without `num_steps`.
     - `num_steps`: the number of Krylov steps for each probe, a Python integer; more than
         n count as n. Or [`traceax.AdaptiveSteps`][], the default, or
         [`traceax.RandomSteps`][], for an unbiased value.
@@ -163,6 +166,12 @@ def trace_of_function(
     functions = as_functions(function, entered.flat.dtype, hermitian=hermitian)
     if isinstance(functions, FunctionTree):
         check_instance("estimator", estimator, SLQEstimator, "SLQEstimator()")
+    if isinstance(k, Matvecs):
+        others = {"null_space": null_space, "deflation": deflation, "control": control}
+        estimator, num_steps = within_matvecs(
+            k, estimator, num_steps, state=state, **others
+        )
+        k = k.total
     task = TraceOfFunction(
         estimator=estimator,
         function=functions,

@@ -319,9 +319,14 @@ def estimate_of_forms(
         too_few = jnp.max(errors) > bar
         if isinstance(k, Budget):
             too_few = excess(mean, ends, 0) > 1
-        too_few |= convergence.hides(mean, _BARS_OF_HIDDEN * bar)
+        hides = convergence.hides(mean, _BARS_OF_HIDDEN * bar)
         made = jnp.arange(len(residuals)) < streamed.count
         missing = jnp.where(made, target.excess(function, residuals, extremes), 0)
+        too_few |= hides
+        if steps.limited:
+            too_few = jnp.zeros((), bool)
+            errors = jnp.where(hides, convergence.widths(mean), errors)
+        # A derivative has no error bar.
         too_few |= jnp.sum(missing) > streamed.count
         std_err = jnp.hypot(std_err, jnp.max(errors))
     step_stats, steps_result = steps.report(too_few)

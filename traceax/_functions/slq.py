@@ -228,7 +228,7 @@ class SLQEstimator(AbstractFunctionEstimator):
             estimate,
             num_matvecs=products,
             probes=ft.partial(
-                self._isotropic_columns, operator, key, largest_budget(k), moments.total
+                self.isotropic_columns, operator, key, largest_budget(k), moments.total
             ),
             method=f"{type(self).__name__} with {krylov.title}",
         )
@@ -266,7 +266,7 @@ class SLQEstimator(AbstractFunctionEstimator):
 
         return Steps.resumed(num_steps, choose, k)
 
-    def _isotropic_columns(
+    def isotropic_columns(
         self,
         operator: FlatOperator,
         key: PRNGKeyArray | None,

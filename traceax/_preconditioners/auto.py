@@ -18,10 +18,11 @@ from .._core.flat import FlatOperator, to_flat
 from .._quadrature.convergence import SEEN_BY_ONE
 from .._run.budget import Budget
 from .._run.execution import AbstractExecution
+from .._run.matvecs import Matvecs, SHARE_OF_BRACKET
 from .._run.random_steps import RandomSteps
 from .._run.steps import AdaptiveSteps
 from .base import AbstractPreconditioner, AbstractPreconditioning, check_size
-from .forecast import forecast_matvecs
+from .forecast import ForecastOfError, ForecastOfMatvecs
 from .growth import add_block, Growth
 from .low_rank import Preconditioner
 from .scaled import checked_vector, is_vector, ScaledPreconditioner, scaling_by
@@ -30,6 +31,9 @@ from .scaled import checked_vector, is_vector, ScaledPreconditioner, scaling_by
 # The rank grows by this many columns at a time. Larger blocks overshoot the best rank by
 # more; smaller ones have noisier moments, and solve eigenvalue problems more often.
 _BLOCK_SIZE = 8
+# Each block solves eigenvalue problems of the largest rank, so of a large total number of
+# matvecs a block takes about this fraction.
+_BLOCKS_OF_TOTAL = 16
 # The largest rank by default, and where vectors are long, as many numbers as its buffers
 # have at most: 1 GiB in float32.
 _MAX_RANK, _MAX_ENTRIES = 256, 2**28
@@ -134,7 +138,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         self,
         operator: FlatOperator,
         *,
-        k: int | Budget,
+        k: int | Budget | Matvecs,
         num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -159,7 +163,7 @@ class AutoPreconditioner(AbstractPreconditioning):
         flat: FlatOperator,
         known: Real[Array, ""] | None,
         *,
-        k: int | Budget,
+        k: int | Budget | Matvecs,
         num_steps: int | AdaptiveSteps | RandomSteps,
         key: PRNGKeyArray | None,
         execution: AbstractExecution,
@@ -168,13 +172,19 @@ class AutoPreconditioner(AbstractPreconditioning):
         """The preconditioner for a `known` shift, or an estimated one. `offset` is what
         the log-determinant of the call has beside that of `flat`."""
         n, real = flat.size, jnp.finfo(flat.dtype).dtype
-        rank = min(self.max_rank or _default_rank(n), n)
-        block = min(_BLOCK_SIZE, rank)
         # Without a lower bound, steps are made until no eigenvalue can be hidden.
         hidden = n / SEEN_BY_ONE if known is None else 0.0
-        forecast = ft.partial(
-            forecast_matvecs, k=k, num_steps=num_steps, offset=offset, hidden=hidden
-        )
+        if isinstance(k, Matvecs):
+            assert isinstance(num_steps, int)
+            share = 1.0 if known is None else SHARE_OF_BRACKET
+            forecast = ForecastOfError(n, k.total, num_steps, share, hidden)
+            rank = self.max_rank or _default_rank(n, k.most_for_rank)
+            rank = min(rank, k.most_for_rank, n)
+            size = -(-k.total // (_BLOCK_SIZE * _BLOCKS_OF_TOTAL)) * _BLOCK_SIZE
+        else:
+            forecast = ForecastOfMatvecs(k, num_steps, offset, hidden)
+            rank, size = min(self.max_rank or _default_rank(n), n), _BLOCK_SIZE
+        block = min(size, rank)
         with full_precision(lambda x: execution.matmat(flat, x)) as matmat:
             grow = ft.partial(
                 add_block,
@@ -192,7 +202,9 @@ class AutoPreconditioner(AbstractPreconditioning):
             lower_bound = None
             if known is not None:
                 above = end.earlier[1].first > -n * flat.eps**0.5
-                lower_bound = jnp.where(above, jnp.asarray(0.5, real), 0)
+                rounding = n * flat.eps * end.grown.scale / known
+                bound = jnp.maximum(1 - rounding, 0.5).astype(real)
+                lower_bound = jnp.where(above, bound, 0)
             return jax.lax.cond(
                 end.pays(forecast),
                 lambda: end.preconditioner(flat, known, lower_bound),
@@ -214,6 +226,6 @@ def _checked(shift: PyTree[Array | float]) -> PyTree[Array]:
     return scalar
 
 
-def _default_rank(n: int) -> int:
+def _default_rank(n: int, most: int = _MAX_RANK) -> int:
     """The largest rank by default, for which there is memory."""
-    return max(1, min(_MAX_RANK, _MAX_ENTRIES // (2 * n)))
+    return max(1, min(most, _MAX_ENTRIES // (2 * n)))

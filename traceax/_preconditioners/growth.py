@@ -35,16 +35,11 @@ from .._core.sampler import draw_for
 from .._core.samplers import NormalSampler
 from .._numerics.dense import eigh
 from .._numerics.shifted_nystrom import RitzPairs, ShiftedNystrom
+from .forecast import ForecastOfError, ForecastOfMatvecs
 from .low_rank import Preconditioner
 from .make import assemble, FIRST_PROBE
 
 
-# Growth goes on while the probes are expected to need more than this many times the
-# matvecs spent on the rank, so that at least a fifth of all expected matvecs is spent on
-# it. Otherwise a single noisy forecast could end the growth much too early.
-_PROBES_TO_RANK = 4
-# How many further blocks are looked ahead: one alone may not save a step.
-_MOST_AHEAD = 3
 # An approximation is used if it makes the remaining call and the second moment so many
 # times smaller. Forecasts are uncertain, and on flat spectra approximations of a low rank
 # add variance.
@@ -113,13 +108,16 @@ class Growth(eqx.Module):
     def rank(self) -> int:
         return self.grown.basis.shape[1]
 
-    def pays(self, forecast: Callable[..., tuple[Array, Array]]) -> Bool[Array, ""]:
+    def pays(self, forecast: ForecastOfMatvecs | ForecastOfError) -> Bool[Array, ""]:
         """Whether the probes need far fewer matvecs with P than without it."""
         n = self.grown.joint.shape[0]
         log_det = n * jnp.log(self.shift * self.grown.scale)
         plain = self.plain.relative_to(self.shift, n)
-        plain_cost, variance = forecast(plain, log_det=log_det)
-        cost, _ = forecast(self.expected, log_det=self.log_det, reference=variance)
+        spent = self.num_matvecs
+        plain_cost, variance = forecast(plain, log_det=log_det, spent=spent)
+        cost, _ = forecast(
+            self.expected, log_det=self.log_det, spent=spent, reference=variance
+        )
         return (cost < plain_cost / _MIN_GAIN) & (
             self.expected[1] < plain[1] / _MIN_REDUCTION
         )
@@ -218,7 +216,7 @@ def add_block(
     key: PRNGKeyArray | None,
     known: Real[Array, ""] | None,
     max_blocks: int,
-    forecast: Callable[..., tuple[Array, Array]],
+    forecast: ForecastOfMatvecs | ForecastOfError,
 ) -> Growth:
     """The approximation with one more block, after a test of the one without it."""
     n, block = flat.size, growth.rank // max_blocks
@@ -252,14 +250,20 @@ def add_block(
     rate = reduction ** (1 / jnp.clip(blocks, 1, 2).astype(reduction.dtype))
     expected = current * jnp.sqrt(rate)
     log_det = n * jnp.log(shift * grown.scale) + root.log_ratio
-    cost, variance = forecast(expected, log_det=log_det)
-    later = [
-        forecast(expected * rate**i, log_det=log_det, reference=variance)[0] + i * block
-        for i in range(1, _MOST_AHEAD + 1)
-    ]
     blocks = blocks + 1
+    cost, variance = forecast(expected, log_det=log_det, spent=block * blocks)
+    later = [
+        forecast(
+            expected * rate**i,
+            ahead=i * block,
+            log_det=log_det,
+            spent=block * blocks,
+            reference=variance,
+        )[0]
+        for i in forecast.ahead
+    ]
     saves = jnp.min(jnp.stack(later)) < cost
-    saves |= cost > _PROBES_TO_RANK * block * (blocks + 1)
+    saves |= forecast.too_early(cost, block * (blocks + 1))
 
     def first_or(old):
         return jax.tree.map(lambda x, y: jnp.where(blocks == 1, x, y), moments, old)

@@ -41,6 +41,8 @@ class Budget(eqx.Module):
         exact answer; None if none are.
     - `cost`: how many units of the user's budget one unit of this budget costs.
     - `spent`: how many of the user's units were spent before the first round, or None.
+    - `planned`: how many rounds are made, whatever the rule says; None if that is not
+        known beforehand.
     - `run`: the number under which a call finds the exception of its callback.
     """
 
@@ -51,6 +53,7 @@ class Budget(eqx.Module):
     exact_cost: int | None = eqx.field(static=True, default=None)
     cost: int = eqx.field(static=True, default=1)
     spent: Int[Array, ""] | None = None
+    planned: Int[Array, ""] | None = None
     run: Int[Array, ""] | None = None
 
     @classmethod
@@ -65,6 +68,11 @@ class Budget(eqx.Module):
         return max(1, self.max_k // self.round_size)
 
     @property
+    def limit(self) -> Int[Array, ""] | int:
+        """The largest number of rounds in this call."""
+        return self.num_rounds if self.planned is None else self.planned
+
+    @property
     def is_watched(self) -> bool:
         """Whether history, callback or progress meter are told of every round."""
         rule = self.rule
@@ -74,7 +82,10 @@ class Budget(eqx.Module):
     @property
     def min_streak(self) -> int:
         """The number of rounds in a row whose estimates must be good enough before the
-        run ends: as many as make `_MIN_STREAK_MATVECS` matvecs."""
+        run ends: as many as make `_MIN_STREAK_MATVECS` matvecs. A planned run ends by
+        its number of rounds alone."""
+        if self.planned is not None:
+            return self.num_rounds + 1
         return -(-_MIN_STREAK_MATVECS // self.round_size)
 
     def for_operator(
@@ -135,6 +146,14 @@ def in_sweeps(k: int | Budget, p: int) -> int | Budget:
 def one_round(k: int) -> Budget:
     """A fixed budget as a single round. Every estimate meets its infinite tolerance."""
     return Budget.of(Adaptive(atol=math.inf, max_k=k, round_size=max(k, 2)))
+
+
+def some_rounds(planned: Int[Array, ""], most: int, round_size: int) -> Budget:
+    """A budget of a number of rounds, at most `most`, that is known at run time. Every
+    estimate meets its infinite tolerance, from the first round of four on."""
+    max_k = most * round_size
+    rule = Adaptive(atol=math.inf, max_k=max_k, round_size=round_size, min_samples=4)
+    return dataclasses.replace(Budget.of(rule), planned=planned)
 
 
 def largest_budget(k: int | Budget) -> int:

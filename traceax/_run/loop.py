@@ -138,7 +138,7 @@ def iterate(
             enough = assessment.count >= rule.min_samples
             missing = rounds * budget.round_size * (assessment.excess(rule) ** 2 - 1)
             ended |= enough & (missing > budget.exact_cost)
-        return (rounds < num_rounds) & finite & ~ended & ~interrupted
+        return (rounds < budget.limit) & finite & ~ended & ~interrupted
 
     def make_round(carry):
         rounds, streak, buffers, _, history, meter, _ = carry

@@ -319,14 +319,14 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(value)]).all()
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
     result = first_failure(estimate.result, nonfinite)  # the first explains more
-    # Again, because the root of a norm depends on the value.
-    std_err = jax.lax.stop_gradient(std_err)
+    std_err = jax.lax.stop_gradient(std_err)  # the root of a norm depends on the value
     num_samples, joint = estimate.num_samples, None
     if samples is not None:
-        # Samples that an adaptive run has not made are infinite.
         joint = samples if samples.ndim == 2 else None
         made = jnp.isfinite(samples if joint is None else samples[:, 0])
-        num_samples = made.size if estimate.state is None else jnp.sum(made)
+        # Samples that a run has not made are infinite, if it chose their number.
+        fixed = isinstance(estimate.num_matvecs, int)
+        num_samples = made.size if fixed else jnp.sum(made)
     stats = {
         "num_matvecs": estimate.num_matvecs,
         "num_samples": jnp.asarray(num_samples).astype(jnp.int32),

@@ -230,12 +230,14 @@ class Steps(eqx.Module):
     - `made`: the number of steps that each probe makes.
     - `spent`: the number of steps of the run that chose it; 0 if none did.
     - `chosen`: whether the number was chosen automatically.
+    - `limited`: whether a total of matvecs did. Then a quadrature error is no failure.
     """
 
     most: int = eqx.field(static=True)
     made: Int[Array, ""] | int
     spent: Int[Array, ""] | int
     chosen: bool = eqx.field(static=True)
+    limited: bool = eqx.field(static=True, default=False)
 
     @classmethod
     def of(
@@ -357,8 +359,7 @@ def choose_steps(
         return steps
 
     # One input of an execution and not a plain call, so that on a mesh the operator is
-    # applied as it is for the other probes. The width is the number of vectors in a
-    # Krylov basis.
+    # applied as it is for other probes. The width counts vectors of a Krylov basis.
     probes = jax.lax.stop_gradient(probe)[None]
     return execution.map(run, operator.frozen, probes, width=adaptive.most)[0]
 
@@ -370,18 +371,17 @@ def advance_until(
     first: int,
     excess_after: Callable[[PyTree[Array], Int[Array, ""]], Real[Array, ""]],
     all_of: Callable[[Bool[Array, ""]], Bool[Array, ""]] = lambda converged: converged,
+    most: Int[Array, ""] | int | None = None,
 ) -> tuple[PyTree[Array], Int[Array, ""], Bool[Array, ""]]:
-    """Run a Krylov method until `excess_after(state, steps)` is at most `adaptive.share`.
-    Returns the state, the number of its steps, and whether the share was reached.
-    `advance(state, first, last)` makes the steps from number `first` to `last`. `all_of`
-    reduces the last result over a batch whose members are to end together; by default
-    each ends by itself.
+    """Run a Krylov method until `excess_after(state, steps)` is at most `adaptive.share`,
+    or for `most` steps. Returns the state, the number of steps, and whether the share was
+    reached. `advance(state, first, last)` makes the steps from `first` to `last`.
+    `all_of` reduces the last result over members that are to end together.
 
-    The excess is computed after 2, 4, 6, 8 and 10 steps, and then each time the number of
-    steps has grown by a third; if `first` is 1, after 1 step too. So at most about a
-    third of the steps are wasted, and the number of excesses, each with a factorisation,
-    grows with the logarithm of the number of steps."""
-    most = adaptive.most
+    The excess is computed after 2, 4, 6, 8 and 10 steps, then whenever their number has
+    grown by a third; if `first` is 1, after 1 step too. So at most a third of the steps
+    is wasted, and the number of factorisations grows with the logarithm of theirs."""
+    most = adaptive.most if most is None else most
 
     def unfinished(carry) -> Bool[Array, ""]:
         _, steps, converged = carry
