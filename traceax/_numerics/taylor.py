@@ -133,7 +133,7 @@ def _entrywise_series(fn: Callable[[Array], Array], x: Array, series: Array) -> 
     ones = jnp.ones_like(x)
     first, second = jax.jvp(lambda x: jax.jvp(fn, (x,), (ones,))[1], (x,), (ones,))
     curvature = second * jnp.sum(series[:-1] ** 2, axis=0)
-    return jnp.concatenate([first * series[:-1], (first * series[-1] + curvature)[None]])
+    return (first * series).at[-1].add(curvature)
 
 
 def _general_series(
@@ -158,7 +158,7 @@ def _general_series(
 
         curvatures = jax.vmap(second_along)(*(s[:-1] for s in series))
         outputs = [
-            jnp.concatenate([y[:-1], (y[-1] + curvature.sum(axis=0))[None]])
+            y.at[-1].add(curvature.sum(axis=0))
             for y, curvature in zip(outputs, curvatures, strict=True)
         ]
     return [y if active else None for y, active in zip(outputs, is_active, strict=True)]
