@@ -37,7 +37,7 @@ import traceax as tx
 
 
 jax.config.update("jax_enable_x64", True)
-N, KEYS, TOLERANCE, CONFIDENCE, NOISE = 1000, 40, 0.01, 0.95, 1e-2
+N, MOST, KEYS, TOLERANCE, CONFIDENCE, NOISE = 1000, 4000, 40, 0.01, 0.95, 1e-2
 BUDGETS = [m * 2**i for i in range(1, 9) for m in (2, 3)]
 STEPS = 5, 10, 20, 40
 PSD = lx.positive_semidefinite_tag
@@ -113,16 +113,6 @@ def of_functions(function) -> dict[str, Peer]:
     return {f"matfree, {m} steps": Peer(partial(make, m), partial(mul, m)) for m in STEPS}
 
 
-def of_nuclear_norms() -> dict[str, Peer]:
-    def make(steps, k):
-        krylov = decomp.bidiag(steps)
-        return matfree(funm.monte_carlo_funm_product_schatten_norm(1, krylov), k)
-
-    return {
-        f"matfree, {m} steps": Peer(partial(make, m), partial(mul, 2 * m)) for m in STEPS
-    }
-
-
 def of_preconditioned_logdets() -> dict[str, Peer]:
     """By linear_operator, which is told the noise. Its pivoted Cholesky factor reads
     `rank` rows of the matrix, which count as matvecs."""
@@ -161,7 +151,7 @@ def of_preconditioned_logdets() -> dict[str, Peer]:
 
     return {
         f"linear_operator, rank {r}": Peer(partial(make, r), partial(cost, r))
-        for r in (15, 50, 100)
+        for r in (15, 100)
     }
 
 
@@ -178,10 +168,6 @@ def problems():
     matrix = matrices["poly"]
     exact = np.diag(matrix)
     yield Problem("diagonal, decay", matrix, exact, tx.diagonal, of_diagonals())
-    exact = float(jnp.sum(found["i^-1/2"]))
-    nuclear, norms = partial(tx.schatten_norm, p=1), of_nuclear_norms()
-    slow = matrices["i^-1/2"]
-    yield Problem("nuclear norm, slow decay", slow, exact, nuclear, norms, ())
 
     points = jr.uniform(jr.key(0), (N, 2))
     square = jnp.sum((points[:, None] - points) ** 2, axis=-1)
@@ -209,8 +195,8 @@ def is_good(run, problem: Problem, keys) -> bool:
 
 def fewest(problem: Problem, keys) -> tuple[float, str, Callable | None]:
     """Matvecs, name and function of the best of the other packages, if one is good with
-    any budget, by bisection in the budgets of each."""
-    best = np.inf, "none", None
+    fewer than `MOST`, by bisection in the budgets of each."""
+    best = MOST, "none", None
     for name, peer in problem.peers.items():
         low, high = 0, len(BUDGETS)
         while low < high:
@@ -263,7 +249,7 @@ def main() -> None:
         row(
             problem.name,
             name,
-            f"{matvecs:.0f}" if run else "-",
+            f"{matvecs:.0f}" if run else f"> {MOST}",
             f"{np.mean(spent):.0f}",
             f"{share_within(value, problem.exact):.0%}",
             f"{covered:.0%}",
