@@ -91,6 +91,43 @@ def test_exact_with_n_matvecs():
 
 
 @pytest.mark.slow
+def test_several_devices_give_the_answer_of_one():
+    operator = lx.MatrixLinearOperator(hermitian(0, DECAYING), PSD)
+    executions = tx.Local(block_size=3), tx.Sharded(tx.probe_mesh(jax.devices()[:3]))
+    one, *others = (
+        tx.logdet(operator, k=tx.Matvecs(60), key=KEY, execution=execution)
+        for execution in (tx.Local(), *executions)
+    )
+    for other in others:
+        np.testing.assert_allclose(other.value, one.value, rtol=1e-10)
+        np.testing.assert_allclose(other.std_err, one.std_err, rtol=1e-8)
+        assert other.matvecs == one.matvecs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-150, 1e150])
+def test_scale(scale):
+    """The value is shifted by the logarithm, and the matvecs are used as before."""
+    one, other = (run(x * hermitian(0, DECAYING), KEY, 48) for x in (1.0, scale))
+    shift = N * np.log(scale)
+    np.testing.assert_allclose(other.value - shift, one.value, rtol=1e-6)
+    np.testing.assert_allclose(other.std_err, one.std_err, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_singular_and_ill_conditioned():
+    """Flagged, or with an error bar that says how little is known."""
+    matrix = hermitian(0, DECAYING)
+    for singular in (np.zeros((N, N)), np.outer(matrix[0], matrix[0])):
+        solution = run(singular, KEY, 40)
+        assert solution.result == tx.RESULTS.not_positive_definite
+    matrix = hermitian(0, np.logspace(0, -12, N))
+    solution = run(matrix, KEY, 40)
+    low, high = solution.interval()
+    assert low <= exact(matrix) <= high
+
+
+@pytest.mark.slow
 def test_gradient():
     matrix = jnp.asarray(hermitian(0, DECAYING))
     gradient = jax.grad(lambda x: run(x, KEY, 72).value)(matrix)
