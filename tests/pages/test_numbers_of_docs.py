@@ -82,7 +82,12 @@ CLAIMS = {
         rf"\(ours {NUMBER} to {NUMBER}\)": coverage_of_entries,
         "In float32, with a zero operator, one of rank 5": operators_at_the_edge,
     },
-    "docs/index.md": {"How often a 95% interval": tuple, "1% unless": tuple},
+    "docs/index.md": {
+        "How often a 95% interval": tuple,
+        "1% unless": tuple,
+        "Matvecs to an error of 1%": tuple,
+        "in steps of about 1.4, with which 95% of 40 keys are within 1%": tuple,
+    },
 }
 
 
