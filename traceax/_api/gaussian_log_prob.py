@@ -119,8 +119,9 @@ def _log_prob(
     size, residual_size = two_norm(frozen), two_norm(solve_residual)
     steps = jnp.asarray(solver_stats.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
-    unchanged = {"num_samples", "num_steps", "exact", "ritz_values"}
-    stats = {name: logdet_stats[name] for name in unchanged & set(logdet_stats)}
+    # Tuples: the order of a set, and so the program, would differ between processes.
+    unchanged = ("num_samples", "num_steps", "exact", "ritz_values")
+    stats = {name: logdet_stats[name] for name in unchanged if name in logdet_stats}
     stats |= {
         "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
         "std.err": std_err,
@@ -131,7 +132,9 @@ def _log_prob(
         "solve_steps": steps,
         "solve_residual": residual_size / jnp.where(size > 0, size, 1),
     }
-    for name in {"bounds", "proven_bounds"} & set(logdet_stats):
+    for name in ("bounds", "proven_bounds"):
+        if name not in logdet_stats:
+            continue
         # Reversed: the upper end of the log-determinant is the lower end of the density.
         ends, bars = logdet_stats[name][::-1].T
         bars = jnp.hypot(bars, rounding) / 2
