@@ -85,6 +85,14 @@ def test_logdet_that_does_not_exist():
     assert solution.result == tx.RESULTS.not_positive_definite
 
 
+def test_infinite_samples_of_a_fixed_number_count():
+    """With steps left to the call, too."""
+    operator = lx.MatrixLinearOperator(np.zeros((N, N)), PSD)
+    solution = tx.logdet(operator, k=10, key=KEY, throw=False)
+    assert solution.result == tx.RESULTS.not_positive_definite
+    assert solution.stats["num_samples"] == 10
+
+
 @pytest.mark.slow
 def test_logdet_by_golub_kahan():
     """For an operator that is not known to be definite."""

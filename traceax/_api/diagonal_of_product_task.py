@@ -206,7 +206,7 @@ class DiagonalOfProduct(AbstractTask):
         # entries in the mean, but small by chance for some. So its root mean square is
         # the smallest of any entry.
         error = self._errors(left, report.truncated) + rounded
-        spread = jax.lax.stop_gradient(estimate.std_err) * estimate.num_samples**0.5
+        spread = jax.lax.stop_gradient(estimate.std_err) * estimate.count**0.5
         spread = jnp.where(jnp.isfinite(spread), spread, jnp.abs(value))
         typical = root_mean_square(error / jnp.where(spread > 0, spread, jnp.inf))
         error = jnp.maximum(error, typical * spread)

@@ -119,10 +119,8 @@ def _log_prob(
     size, residual_size = two_norm(frozen), two_norm(solve_residual)
     steps = jnp.asarray(solver_stats.get("num_steps", 0))
     std_err = jnp.hypot(determinant.std_err, rounding) / 2
-    # Tuples: the order of a set, and so the program, would differ between processes.
-    unchanged = ("num_samples", "num_steps", "exact", "ritz_values")
-    stats = {name: logdet_stats[name] for name in unchanged if name in logdet_stats}
-    stats |= {
+    unchanged = "num_samples", "num_steps", "exact", "ritz_values"
+    stats = _entries(logdet_stats, *unchanged) | {
         "num_matvecs": logdet_stats["num_matvecs"] + steps + 2,
         "std.err": std_err,
         "samples": log_density(logdet_stats["samples"]),
@@ -132,11 +130,9 @@ def _log_prob(
         "solve_steps": steps,
         "solve_residual": residual_size / jnp.where(size > 0, size, 1),
     }
-    for name in ("bounds", "proven_bounds"):
-        if name not in logdet_stats:
-            continue
+    for name, bounds in _entries(logdet_stats, "bounds", "proven_bounds").items():
         # Reversed: the upper end of the log-determinant is the lower end of the density.
-        ends, bars = logdet_stats[name][::-1].T
+        ends, bars = bounds[::-1].T
         bars = jnp.hypot(bars, rounding) / 2
         stats[name] = jnp.stack([log_density(ends), bars], axis=1)
     if "history" in logdet_stats:
@@ -174,6 +170,12 @@ def _smallest_eigenvalue(
         unit = jnp.where(exact, preconditioner.largest, 1)
         smallest = smallest / unit.astype(smallest.dtype)
     return smallest
+
+
+def _entries(stats: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of these entries that there are, in this order: that of a set, and so the
+    program, would differ between processes."""
+    return {name: stats[name] for name in names if name in stats}
 
 
 def _overlap(x: Real[Array, " n"], residual: Real[Array, " n"]) -> Real[Array, ""]:

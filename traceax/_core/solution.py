@@ -42,7 +42,8 @@ class Estimate(eqx.Module):
     - `result`: a `RESULTS` member, or None for `RESULTS.successful`.
     - `extra`: further entries for `Solution.stats`.
     - `state`: the state of the adaptive loop, if there is one.
-    - `num_samples`: the number of samples, needed where `samples` is None.
+    - `num_samples`: the number of samples. By default as many as a run made of `samples`,
+        and 1 where these are None.
     - `skewness`: the skewness of the samples, of the shape of `value`, if `samples` is
         None; None if it is 0.
     - `probes`: a function that returns probes of shape `(n, p)`, whose matvecs give the
@@ -68,7 +69,7 @@ class Estimate(eqx.Module):
     result: Any = None
     extra: dict[str, PyTree[Array]] = eqx.field(default_factory=dict)
     state: PyTree[Array] = None
-    num_samples: Real[Array, ""] | int = 1
+    num_samples: Real[Array, ""] | int | None = None
     skewness: Real[Array, "*q"] | None = None
     correlation: Real[Array, "p p"] | None = None
     probes: Callable[[], Inexact[Array, "n p"]] | None = None
@@ -76,6 +77,17 @@ class Estimate(eqx.Module):
     bounds: Real[Array, "2 2 *q"] | None = None
     proven_bounds: Real[Array, "2 2 *q"] | None = None
     ends: Real[Array, "2"] | None = None
+
+    @property
+    def count(self) -> Real[Array, ""] | int:
+        """The number of samples."""
+        if self.num_samples is not None:
+            return self.num_samples
+        if self.samples is None:
+            return 1
+        # Samples that an adaptive run has not made are infinite.
+        made = jnp.isfinite(self.samples.reshape(len(self.samples), -1)[:, 0])
+        return made.size if self.state is None else jnp.sum(made)
 
     def map_bounds(
         self, fn: Callable[[Real[Array, "2 2 *q"]], Real[Array, "2 2 *q"]]

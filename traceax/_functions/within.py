@@ -179,6 +179,7 @@ class WithinMatvecs(AbstractFunctionEstimator):
         return dataclasses.replace(
             estimate,
             num_matvecs=estimate.num_matvecs * krylov.products_per_step,
+            num_samples=streamed.count,
             state=None,
             probes=ft.partial(isotropic, operator, key, k.max_k, moments.total),
             method=f"{type(self.estimator).__name__} with {krylov.title}",

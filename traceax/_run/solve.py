@@ -320,16 +320,10 @@ def _package(estimate: Estimate, task: AbstractTask) -> Solution[Any]:
     nonfinite = failure(~finite, RESULTS.nonfinite_product)
     result = first_failure(estimate.result, nonfinite)  # the first explains more
     std_err = jax.lax.stop_gradient(std_err)  # the root of a norm depends on the value
-    num_samples, joint = estimate.num_samples, None
-    if samples is not None:
-        joint = samples if samples.ndim == 2 else None
-        made = jnp.isfinite(samples if joint is None else samples[:, 0])
-        # Samples that a run has not made are infinite, if it chose their number.
-        fixed = isinstance(estimate.num_matvecs, int)
-        num_samples = made.size if fixed else jnp.sum(made)
+    joint = samples if samples is not None and samples.ndim == 2 else None
     stats = {
         "num_matvecs": estimate.num_matvecs,
-        "num_samples": jnp.asarray(num_samples).astype(jnp.int32),
+        "num_samples": jnp.asarray(estimate.count).astype(jnp.int32),
         "num_steps": jnp.zeros((), jnp.int32),
         "std.err": std_err,
     }
