@@ -16,7 +16,7 @@ import pytest
 
 import traceax as tx
 
-from ..helpers import hermitian, matrix_free, PSD
+from ..helpers import hermitian, matrix_free, PSD, rms
 
 
 N, KEYS = 120, jr.split(jr.key(48), 20)
@@ -204,13 +204,15 @@ def test_a_penalty_that_is_singular():
 
 @pytest.mark.slow
 def test_a_penalty_and_a_preconditioner_of_its_shift():
-    """For some keys the exact answer is taken here too, for others the bar is wide."""
+    """The bound that the shift gives narrows the brackets so far that no key needs the
+    exact answer. The bar is wide, and right."""
     spectrum = eigenvalues_of_penalty(2, 400) + 1e-6
     made = tx.AutoPreconditioner(1e-6)
     one = solved(hermitian(0, spectrum), k=20, preconditioner=made)
     error = np.abs(one.value - np.sum(np.log(spectrum)))
-    assert np.all((error < 8 * one.std_err + 1e-6) & one.successful)
-    assert np.any(one.stats["exact"])
+    assert np.all((error < 4 * one.std_err + 1e-6) & one.successful)
+    ratio = rms(error) / rms(one.std_err)
+    assert 0.5 < ratio < 1.5  # for 998 of 1000 sets of 20 normal errors
 
 
 @pytest.mark.slow
