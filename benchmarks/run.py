@@ -9,6 +9,7 @@ no times run one on each core, the others after them, alone. All run in an envir
 their own, `.peers/environment`, with the other packages; the first call makes it.
 """
 
+import functools as ft
 import os
 import platform
 import re
@@ -70,13 +71,15 @@ def printed(name: str, **settings: str) -> str:
     return subprocess.check_output(command, env=variables, text=True).strip()
 
 
-def printed_by_one_thread(name: str) -> str:
-    return printed(name, NPROC="1", OMP_NUM_THREADS="1")
-
-
-def write(name: str, machine: str, table: str) -> None:
+def fill(name: str, machine: str, **settings: str) -> bool:
+    """Write what `name.py` prints. If it fails, write nothing, and return False."""
+    try:
+        table = printed(name, **settings)
+    except subprocess.CalledProcessError:
+        return False
     text = f"*`benchmarks/{name}.py` on {machine}.*\n\n{table}\n"
     (RESULTS / f"{name}.md").write_text(text)
+    return True
 
 
 def main(wanted: list[str]) -> None:
@@ -86,13 +89,14 @@ def main(wanted: list[str]) -> None:
     names = wanted or default
     alone = [name for name in names if takes_times(name)]
     together = [name for name in names if name not in alone]
+    one_thread = ft.partial(fill, machine=machine, NPROC="1", OMP_NUM_THREADS="1")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tables = pool.map(printed_by_one_thread, together)
-        for name, table in zip(together, tables, strict=True):
-            write(name, machine, table)
-    for name in alone:
-        write(name, machine, printed(name))
+        filled = list(pool.map(one_thread, together))
+    filled += [fill(name, machine) for name in alone]
     printed("plots")
+    done = dict(zip([*together, *alone], filled, strict=True))
+    if failed := [name for name, is_done in done.items() if not is_done]:
+        sys.exit(f"These failed, and keep their old results: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
