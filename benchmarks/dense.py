@@ -56,7 +56,7 @@ def times(n: int):
     for package, estimators in torch_functions(K).items():
         for name, function in estimators.items():
             functions[f"{package} {name}"] = partial(function, shared, 0)
-    return interleaved(functions, rounds=7 if n <= 10000 else 2)
+    return interleaved(functions, rounds=7 if n <= 10000 else 5)
 
 
 def main(sizes: list[int]) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import venv
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,8 +49,13 @@ def enter() -> None:
 
 def described() -> str:
     """The commit, the machine and the releases."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.check_output(git, text=True).strip()
+    git = ["git", "-C", str(ROOT)]
+    # The tables may be filled in several runs: their changes are no changes of the code.
+    filled = [f":(exclude){path}" for path in ("benchmarks/results", "docs/images")]
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *filled]
+    dirty = "-dirty" if subprocess.check_output(status) else ""
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)
+    commit = commit.strip() + dirty
     packages = ("jax", "equinox", "lineax", *PEERS)
     found = [f"{name} {version(name)}" for name in packages]
     python = f"Python {platform.python_version()}"
@@ -63,7 +69,7 @@ def takes_times(name: str) -> bool:
 
 
 def printed(name: str, **settings: str) -> str:
-    print(f"running {name}", flush=True)
+    print(f"{datetime.now():%H:%M} running {name}", flush=True)
     command = [sys.executable, str(HERE / f"{name}.py")]
     # Idle threads of LAPACK would be in the way of others: see `lapack_threads.py`.
     usual = {"PYTHONPATH": str(HERE), "OPENBLAS_NUM_THREADS": "1"}
