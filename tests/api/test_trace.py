@@ -441,19 +441,6 @@ def test_equal_blocks_are_one_program(quantity):
     assert places(16) == places(10) == places(14) < places(11)
 
 
-@pytest.mark.parametrize("quantity", [tx.trace, tx.diagonal, tx.frobenius_norm])
-def test_images_are_transposed_once(quantity):
-    """However many readers they have: XLA takes one transposition into the product."""
-
-    def call(matrix):
-        operator = lx.MatrixLinearOperator(matrix, PSD)
-        settings = {"k": K, "key": KEYS[0], "throw": False}
-        return quantity(operator, HUTCHINSON.estimator, **settings).value
-
-    program = str(jax.make_jaxpr(call)(jnp.eye(N)))
-    assert program.count(f"f64[{K},{N}] = transpose[") == 1
-
-
 @pytest.mark.parametrize("block_size", [1, 5])
 def test_block_size_of_the_exact_trace_does_not_matter(block_size):
     matrix, execution = hermitian(0, INDEX**-1.0), tx.Local(block_size)
